@@ -1,0 +1,49 @@
+# Everything runs in .venv, which is made on first use and again when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+SLOW ?= 0
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# SLOW=0 leaves the slow tests out, SLOW=1 runs all tests, SLOW=only runs nothing but the slow ones.
+SELECT_0 := -m "not slow"
+SELECT_1 :=
+SELECT_only := -m slow
+
+ifeq ($(filter $(SLOW),0 1 only),)
+$(error SLOW is '$(SLOW)': write SLOW=0, SLOW=1 or SLOW=only)
+endif
+
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## Train, make Bayesian, compare: one table and two figures, in under a minute
+	$(BIN)/laplace demo
+
+test: $(STAMP)  ## Run the tests (SLOW=1 for all of them, SLOW=only for the slow ones, PYTEST_ARGS=... for more)
+	$(BIN)/python -m pytest -n 2 $(SELECT_$(SLOW)) $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(STAMP)  ## Time last-layer fit and prediction
+	$(BIN)/python benchmarks/last_layer.py
+
+clean:  ## Remove the environment, caches and what the demo drew
+	rm -rf $(VENV) build dist laplace-demo .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --no-compile -q -c constraints.txt -e '.[dev]'
+	@touch $@

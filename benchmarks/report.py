@@ -1,0 +1,55 @@
+"""What a benchmark found: an aligned table to read, a JSON file to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from machine import Machine
+
+_HEADER = ("case", "", "measured", "ceiling", "laplace-torch 0.3", "")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured number and the ceiling that it has to stay under."""
+
+    case: str
+    what: str
+    measured: float
+    unit: str  # 'x forward', 's' or 'GB'
+    ceiling: float
+    peer: str  # what laplace-torch needs
+    seconds: Mapping[str, float] = field(default_factory=dict)  # what a ratio was made of
+
+    @property
+    def verdict(self) -> str:
+        """'ok' up to the ceiling, else 'over'."""
+        return "ok" if self.measured <= self.ceiling else "over"
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line per result, columns aligned."""
+    rows = [_HEADER, *(_cells(result) for result in results)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def save(path: Path, results: Sequence[Result], machine: Machine) -> None:
+    """Write the results with the date and the machine that they belong to."""
+    found = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": asdict(machine),
+        "results": [{**asdict(result), "verdict": result.verdict} for result in results],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    measured, ceiling = (f"{value:#.3g} {result.unit}" for value in (result.measured, result.ceiling))
+    return result.case, result.what, measured, ceiling.replace(".00 ", " "), result.peer, result.verdict

@@ -1,0 +1,34 @@
+"""Turn a trained PyTorch network into a Bayesian one."""
+
+from laplace.enums import (
+    Curvature,
+    FeatureReduction,
+    HessianStructure,
+    LinkApprox,
+    PredType,
+    PriorStructure,
+    SubsetOfWeights,
+    TuningMethod,
+)
+from laplace.enums import Likelihood as Likelihood
+from laplace.laplace import Laplace
+from laplace.likelihoods import Categorical, Gaussian
+from laplace.predictive import Prediction
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Categorical",
+    "Curvature",
+    "FeatureReduction",
+    "Gaussian",
+    "HessianStructure",
+    "Laplace",
+    "Likelihood",
+    "LinkApprox",
+    "PredType",
+    "Prediction",
+    "PriorStructure",
+    "SubsetOfWeights",
+    "TuningMethod",
+]

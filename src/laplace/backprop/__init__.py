@@ -1,0 +1,6 @@
+"""The engine: runs the network on a batch and sends vectors of output space back to the layers' outputs."""
+
+from laplace.backprop.gradients import Forward, Jacobian, JacobianOf, Moments, MomentsOf
+from laplace.backprop.head import Head
+
+__all__ = ["Forward", "Head", "Jacobian", "JacobianOf", "Moments", "MomentsOf"]

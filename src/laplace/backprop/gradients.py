@@ -1,0 +1,124 @@
+"""The words between the engine and those who listen to it.
+
+For a tracked parameter with input a[n, i] and vectors v[k, n] sent back as g[k, n, o], the per-example gradient is
+G[k, n] = g[k, n] a[n]^T. While fitting, structures ask for second moments of G over a batch; while predicting, the v
+are the unit vectors of output space and posteriors ask what variance G gives to each output. G itself is not formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from laplace.curvature.output import OutputCurvature
+
+
+class Basis:
+    """An orthonormal basis Q (columns) that remembers its elementwise square."""
+
+    def __init__(self, vectors: Tensor) -> None:  # (D, D)
+        self.vectors = vectors
+
+    @cached_property
+    def squares(self) -> Tensor:  # (D, D), [k, c] = Q[c, k]^2
+        """The transposed elementwise square: weights per basis vector times this are weights per output."""
+        return self.vectors.square().T.contiguous()
+
+
+class MomentsOf(Protocol):
+    """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
+
+    def inputs(self) -> tuple[Tensor, int]:
+        """sum of a a^T, (I, I), and over how many a."""
+        ...
+
+    def outputs(self) -> Tensor:
+        """sum of g g^T, (O, O)."""
+        ...
+
+    def squares(self) -> Tensor:
+        """sum of G^2 elementwise, flat (O*I,)."""
+        ...
+
+
+class Moments(Protocol):
+    """Second moments of all tracked parameters' gradients."""
+
+    @property
+    def parameters(self) -> Sequence[MomentsOf]:
+        """One entry per parameter tensor, in the layout's order."""
+        ...
+
+    def gram(self) -> Tensor:
+        """sum of vec(G) vec(G)^T over all parameters together, (P, P)."""
+        ...
+
+
+class JacobianOf(Protocol):
+    """One parameter's Jacobian J[n, c, (o, i)]; `variance` is R[o, i] in the basis left (x) right (None: the unit one)."""
+
+    def variance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
+        """diag(J R J^T), (N, C)."""
+        ...
+
+    def covariance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
+        """J R J^T of each example, (N, C, C)."""
+        ...
+
+    def product(self, variance: Tensor, left: Basis | None, right: Basis | None, v: Tensor) -> Tensor:
+        """J R J^T v of each example, v: (N, C) -> (N, C)."""
+        ...
+
+    def joint(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
+        """J R J^T over all examples together, (N, C, N, C)."""
+        ...
+
+
+class Jacobian(Protocol):
+    """The Jacobian of the outputs in all tracked parameters."""
+
+    @property
+    def parameters(self) -> Sequence[JacobianOf]:
+        """One entry per parameter tensor, in the layout's order."""
+        ...
+
+    def variance(self, covariance: Tensor) -> Tensor:
+        """diag(J S J^T) for a dense S of all weights, (P, P) -> (N, C)."""
+        ...
+
+    def covariance(self, covariance: Tensor) -> Tensor:
+        """J S J^T of each example, (N, C, C)."""
+        ...
+
+    def joint(self, covariance: Tensor) -> Tensor:
+        """J S J^T over all examples together, (N, C, N, C)."""
+        ...
+
+    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
+        """diag(J Q diag(r) Q^T J^T) for G different r: (P, P), (G, P) -> (G, N, C), projecting onto Q once."""
+        ...
+
+
+class Forward(Protocol):
+    """One run of the network on a batch: its outputs, and what can be sent back from them."""
+
+    outputs: Tensor  # (N, C)
+
+    def moments(self, curvature: OutputCurvature) -> Moments:
+        """What the structures accumulate, for the vectors whose outer products sum to `curvature`."""
+        ...
+
+    def jacobian(self) -> Jacobian:
+        """What the posteriors ask, for the unit vectors of output space."""
+        ...
+
+    def linearised(self, steps: Tensor) -> Tensor:
+        """J step, the change of the outputs to first order: (S, P) -> (S, N, C)."""
+        ...
+
+    def perturbed(self, steps: Tensor) -> Tensor:
+        """The outputs of the network itself with weights moved by each step: (S, P) -> (S, N, C)."""
+        ...

@@ -1,0 +1,273 @@
+"""The last linear layer: its input is the features phi, and what is sent back to its output is v itself.
+
+So one forward pass without autograd is all; every moment and covariance has a closed form in phi and Lambda.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.backprop.gradients import Basis
+from laplace.replica import replicate
+from laplace.batches import Inputs
+from laplace.curvature.output import OutputCurvature
+from laplace.errors import ModelError
+from laplace.weights.last_layer import LastLayer, close, is_output
+
+_CHUNK = 2**24  # elements of an intermediate tensor
+
+
+class Head:
+    """Runs a network up to and through its last layer."""
+
+    def __init__(self, model: nn.Module, weights: LastLayer) -> None:
+        self.model, self.weights = model, weights
+
+    def forward(self, inputs: Inputs, with_grad: bool = False) -> HeadForward:
+        """Features and outputs of a batch; gradients with respect to the inputs only `with_grad`."""
+        replica = replicate(self.model)
+        layer = self.weights.layer(replica)
+        seen: list[tuple[Tensor, Tensor, int]] = []
+
+        def capture(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            seen.append((args[0], output, output._version))
+
+        layer.register_forward_hook(capture)
+        with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
+            f = inputs.call(replica)
+        if len(seen) != 1:
+            raise ModelError(
+                f"the last layer {self.weights.module!r} was called {len(seen)} times in one run; once is needed."
+            )
+        phi, out, version = seen[0]
+        self._check(out, version, f)
+        with torch.no_grad() if not with_grad else nullcontext():
+            dtype = torch.promote_types(f.dtype, torch.float32)
+            phi = self.weights.reduce(phi).to(dtype)
+        return HeadForward(f.to(dtype), phi, self.weights, [t.to(dtype) for t in self.weights.tensors(replica)])
+
+    def _check(self, out: Tensor, version: int, f: Tensor) -> None:
+        if self.weights.reduction is None or out.dim() == 2:
+            same = is_output(out, version, f)
+        else:
+            same = out._version == version and close(self.weights.reduce(out), f)
+        if not same:
+            raise ModelError(
+                f"the output of the last layer {self.weights.module!r} {tuple(out.shape)} is not the network's output "
+                f"{tuple(f.shape)} on this batch (feature_reduction={self.weights.reduction!r}): something changes it "
+                "on the way. The network must return the layer's output itself."
+            )
+
+
+@dataclass(frozen=True)
+class HeadForward:
+    """One run: outputs f = W phi + b."""
+
+    outputs: Tensor  # (N, C)
+    features: Tensor  # (N, H)
+    weights: LastLayer
+    tensors: list[Tensor]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The input of each uncertain tensor: phi for the weight, a constant (1, 1) for the bias."""
+        one = self.features.new_ones(1, 1)
+        return [self.features if len(shape) == 2 else one for shape in self.weights.layout.shapes]
+
+    def moments(self, curvature: OutputCurvature) -> HeadMoments:
+        """Second moments for the vectors behind `curvature`."""
+        return HeadMoments(self.inputs, curvature, self.outputs.shape[0])
+
+    def jacobian(self) -> HeadJacobian:
+        """The Jacobian, whose rows are phi (x) e_c."""
+        return HeadJacobian(self.inputs, *self.outputs.shape)
+
+    def linearised(self, steps: Tensor) -> Tensor:
+        """The outputs are linear in the last layer: sum of step_W phi + step_b, (S, P) -> (S, N, C)."""
+        total = steps.new_zeros(())
+        layout = self.weights.layout
+        for a, step, shape in zip(self.inputs, layout.split(steps), layout.shapes, strict=True):
+            total = total + a @ step.unflatten(-1, (shape[0], -1)).mT
+        return total.expand(steps.shape[0], *self.outputs.shape)
+
+    def perturbed(self, steps: Tensor) -> Tensor:
+        """The network with moved weights: exact, from the features of this one run."""
+        return self.outputs + self.linearised(steps)
+
+
+@dataclass(frozen=True)
+class HeadMoments:
+    """Second moments of G = v phi^T in closed form."""
+
+    features: Sequence[Tensor]
+    curvature: OutputCurvature
+    n: int
+
+    @property
+    def parameters(self) -> list[HeadMomentsOf]:
+        outputs = functools.cache(self.curvature.gram)
+        return [HeadMomentsOf(a.expand(self.n, -1), self.curvature, self.n, outputs) for a in self.features]
+
+    def gram(self) -> Tensor:
+        """sum over n of Lambda_n (x) (phi phi^T), (P, P): one product of rows u (x) phi, one of d-weighted features."""
+        total = None
+        if self.curvature.vectors is not None:
+            u = self.curvature.vectors.flatten(0, 1)
+            k = self.curvature.vectors.shape[0]
+            rows = torch.cat([_outer(u, a.expand(self.n, -1).repeat(k, 1)) for a in self.features], 1)
+            total = rows.T @ rows if self.curvature.sign > 0 else (-rows.T) @ rows
+        if self.curvature.diagonal is not None:
+            total = self._add_diagonal(total, self.curvature.diagonal)
+        assert total is not None
+        return total
+
+    def _add_diagonal(self, total: Tensor | None, d: Tensor) -> Tensor:
+        """The part of diag(d): output c of one tensor meets only output c of another."""
+        n_outputs = d.shape[1]
+        widths = [a.shape[1] for a in self.features]
+        ends = torch.tensor([n_outputs * w for w in widths]).cumsum(0).tolist()
+        starts = [0, *ends[:-1]]
+        total = d.new_zeros(ends[-1], ends[-1]) if total is None else total
+        for a, i, iw in zip(self.features, starts, widths, strict=True):
+            left = d.T.unsqueeze(1) * a.T  # (C, I, N)
+            for b, j, jw in zip(self.features, starts, widths, strict=True):
+                block = total[i : i + n_outputs * iw, j : j + n_outputs * jw].unflatten(0, (n_outputs, iw))
+                block.unflatten(2, (n_outputs, jw)).diagonal(dim1=0, dim2=2).add_(
+                    (left @ b.expand(self.n, -1)).permute(1, 2, 0)
+                )
+        return total
+
+
+@dataclass(frozen=True)
+class HeadMomentsOf:
+    """Second moments of one tensor of the last layer."""
+
+    features: Tensor  # (N, I)
+    curvature: OutputCurvature
+    n: int
+    outputs: Callable[[], Tensor]  # (O, O), computed once for weight and bias
+
+    def inputs(self) -> tuple[Tensor, int]:
+        return self.features.T @ self.features, self.n
+
+    def squares(self) -> Tensor:
+        return (self.curvature.squares().T @ self.features.square()).flatten()
+
+
+@dataclass(frozen=True)
+class HeadJacobian:
+    """The Jacobian of the last layer's outputs in its own weights."""
+
+    features: Sequence[Tensor]
+    n: int
+    c: int
+    _parameters: list[HeadJacobianOf] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[HeadJacobianOf]:
+        if not self._parameters:
+            self._parameters.extend(HeadJacobianOf(a, self.n, self.c) for a in self.features)
+        return self._parameters
+
+    def variance(self, covariance: Tensor) -> Tensor:
+        same = torch.arange(self.c, device=covariance.device)
+        return self._pairs(covariance, same, same)
+
+    def covariance(self, covariance: Tensor) -> Tensor:
+        rows, cols = torch.tril_indices(self.c, self.c, device=covariance.device).unbind()
+        lower = self._pairs(covariance, rows, cols)
+        out = lower.new_empty(self.n, self.c, self.c)
+        out[:, rows, cols] = lower
+        out[:, cols, rows] = lower
+        return out
+
+    def joint(self, covariance: Tensor) -> Tensor:
+        phi, dense = self._augmented, self._by_output(covariance)
+        return torch.einsum("ni,cidj,mj->ncmd", phi, dense, phi)
+
+    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
+        phi, q = self._augmented, basis[self._order].unflatten(0, (self.c, -1))  # q: (C, I, P)
+        step = max(1, _CHUNK // (self.c * basis.shape[1]))
+        parts = [torch.einsum("ni,cip->ncp", part, q).square() @ variances.T for part in phi.split(step)]
+        return torch.cat(parts).permute(2, 0, 1)
+
+    def _pairs(self, covariance: Tensor, rows: Tensor, cols: Tensor) -> Tensor:  # (N, pairs)
+        """phi^T S[c, :, d, :] phi for the asked pairs (c, d), in chunks of examples."""
+        blocks = self._by_output(covariance).transpose(1, 2)[rows, cols]  # (pairs, I, I)
+        wide = blocks.permute(1, 0, 2).flatten(1)  # (I, pairs * I)
+        step = max(1, _CHUNK // wide.shape[1])
+        parts = []
+        for phi in self._augmented.split(step):
+            half = (phi @ wide).unflatten(1, (len(rows), -1))
+            parts.append((half @ phi.unsqueeze(-1)).squeeze(-1))
+        return torch.cat(parts)
+
+    @property
+    def _augmented(self) -> Tensor:  # (N, I), the features of all tensors side by side
+        return torch.cat([a.expand(self.n, -1) for a in self.features], 1)
+
+    @property
+    def _order(self) -> Tensor:  # (C * I,), where (output c, feature i) lies in the vector of all weights
+        parts, start = [], 0
+        for a in self.features:
+            width = a.shape[1]
+            parts.append(start + torch.arange(self.c * width).reshape(self.c, width))
+            start += self.c * width
+        return torch.cat(parts, 1).flatten()
+
+    def _by_output(self, covariance: Tensor) -> Tensor:  # (P, P) -> (C, I, C, I)
+        if len(self.features) > 1:
+            order = self._order.to(covariance.device)
+            covariance = covariance[order][:, order]
+        return covariance.unflatten(1, (self.c, -1)).unflatten(0, (self.c, -1))
+
+
+@dataclass(frozen=True)
+class HeadJacobianOf:
+    """One tensor's Jacobian: J[n, c, (o, i)] = [c = o] phi[n, i]."""
+
+    features: Tensor  # (N, I), or (1, I) where it is the same for all examples
+    n: int
+    c: int
+    _squares: dict[Basis | None, Tensor] = field(default_factory=dict)
+
+    def variance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
+        w = self._weights(variance, right)
+        return (w if left is None else w @ left.squares).expand(self.n, self.c)
+
+    def covariance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
+        w = self._weights(variance, right)
+        dense = w.diag_embed() if left is None else (left.vectors * w.unsqueeze(1)) @ left.vectors.T
+        return dense.expand(self.n, self.c, self.c)
+
+    def product(self, variance: Tensor, left: Basis | None, right: Basis | None, v: Tensor) -> Tensor:
+        w = self._weights(variance, right)
+        return v * w if left is None else ((v @ left.vectors) * w) @ left.vectors.T
+
+    def joint(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
+        a = self._rotate(right).expand(self.n, -1)
+        inner = torch.einsum("ni,oi,mi->nmo", a, variance, a)
+        if left is None:
+            dense = inner.diag_embed()
+        else:
+            dense = torch.einsum("co,nmo,do->nmcd", left.vectors, inner, left.vectors)
+        return dense.transpose(1, 2).expand(self.n, self.c, self.n, self.c)
+
+    def _weights(self, variance: Tensor, right: Basis | None) -> Tensor:  # (N, O), or (1, O) for a bias
+        if right not in self._squares:
+            self._squares[right] = self._rotate(right).square()
+        return self._squares[right] @ variance.T
+
+    def _rotate(self, right: Basis | None) -> Tensor:
+        return self.features if right is None else self.features @ right.vectors
+
+
+def _outer(u: Tensor, a: Tensor) -> Tensor:  # (M, C), (M, I) -> (M, C * I)
+    return (u.unsqueeze(2) * a.unsqueeze(1)).flatten(1)

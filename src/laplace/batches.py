@@ -1,0 +1,172 @@
+"""What a batch is, how the network is called on one, and where its logits are.
+
+A batch of training data is a pair `(x, y)` or a mapping that holds the labels under a key. `x` is a tensor, a tuple of
+tensors (several inputs, passed positionally), or a mapping. A mapping goes to the network as keyword arguments where
+its `forward` names the mapping's keys (Hugging Face), and as one positional argument where it does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from laplace.errors import InputError, ModelError
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Under which keys a mapping holds the main input and the labels."""
+
+    x: str = "input_ids"
+    y: str = "labels"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that the network is called with, apart from the labels."""
+
+    x: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys)
+
+    def to(self, device: torch.device) -> Inputs:
+        """The same inputs on `device`."""
+        return Inputs(_map_tensors(self.x, lambda t: t.to(device)), self.kwargs, self.keys)
+
+    def first(self) -> Inputs:
+        """The first example alone where every tensor has the same leading size; else the whole batch."""
+        sizes = {t.shape[0] if t.dim() else -1 for t in _tensors(self.x)}
+        if len(sizes) != 1 or min(sizes) < 1:
+            return self
+        return Inputs(_map_tensors(self.x, lambda t: t[:1]), self.kwargs, self.keys)
+
+    def call(self, model: nn.Module) -> Tensor:
+        """The network's logits on these inputs."""
+        if isinstance(self.x, Mapping):
+            if _takes_keywords(model, self.x):
+                named = {k: v for k, v in self.x.items() if k != self.keys.y}
+                return logits(model(**named, **self.kwargs))
+            return logits(model(self.x, **self.kwargs))
+        if isinstance(self.x, (tuple, list)):
+            return logits(model(*self.x, **self.kwargs))
+        return logits(model(self.x, **self.kwargs))
+
+
+def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
+    """Inputs and labels of the `index`-th batch of a loader."""
+    if isinstance(batch, Mapping):
+        if keys.y not in batch:
+            raise InputError(
+                f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
+                f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
+            )
+        y, x = batch[keys.y], batch
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) == 2:
+        x, y = batch
+    else:
+        length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise InputError(
+            f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or a mapping with the "
+            "labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
+        )
+    if not isinstance(y, Tensor):
+        raise InputError(
+            f"the labels of batch {index} are a {type(y).__name__}, not a tensor. Write torch.as_tensor(y)."
+        )
+    return Inputs(x, keys=keys), y
+
+
+def training_batches(
+    loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str
+) -> Iterator[tuple[int, Inputs, Tensor]]:
+    """(index, inputs, labels) of each batch of a loader, the inputs on the network's device; empty batches are left out."""
+    device = device_of(model)
+    for index, batch in enumerate(_bar(loader, progress, what)):
+        inputs, y = split(batch, keys, index)
+        if y.shape[:1] != (0,):
+            yield index, inputs.to(device), y
+
+
+def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool) -> Iterator[Inputs]:
+    """The inputs in `x`: one batch, or the batches `x`, `(x,)`, `(x, y)` or mappings of a loader."""
+    if isinstance(x, (Tensor, Mapping, tuple, list)):
+        yield Inputs(x, kwargs, keys)
+        return
+    if not isinstance(x, Iterable):
+        raise InputError(
+            f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed."
+        )
+    for batch in _bar(x, progress, "predict"):
+        one = isinstance(batch, (tuple, list)) and len(batch) in (1, 2)
+        yield Inputs(batch[0] if one else batch, kwargs, keys)
+
+
+def _bar(loader: Iterable[Any], progress: bool, what: str) -> Iterable[Any]:
+    total = len(loader) if isinstance(loader, Sized) else None
+    return tqdm(loader, desc=what, total=total, disable=not progress, unit="batch", leave=False)
+
+
+def logits(output: Any) -> Tensor:
+    """The tensor of outputs in whatever a network returns: itself, `.logits`, `['logits']` or a tuple of one."""
+    found = output
+    if isinstance(found, Mapping):
+        found = found.get("logits", found)
+    elif not isinstance(found, Tensor):
+        found = getattr(found, "logits", found)
+    if isinstance(found, (tuple, list)) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, Tensor):
+        keys = f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise ModelError(
+            f"the network returned a {type(output).__name__}{keys}. Needed: a tensor, or an object or mapping with "
+            "`logits`. Wrap the network in a module that returns the tensor."
+        )
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the network's first parameter or buffer."""
+    for tensor in _state(model):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _state(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any]) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return True
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return bool(names & set(mapping))
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping):
+        for value in x.values():
+            yield from _tensors(value)
+    elif isinstance(x, (tuple, list)):
+        for value in x:
+            yield from _tensors(value)
+
+
+def _map_tensors(x: Any, f: Any) -> Any:
+    if isinstance(x, Tensor):
+        return f(x)
+    if isinstance(x, Mapping):
+        return {key: _map_tensors(value, f) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        mapped = [_map_tensors(value, f) for value in x]
+        return type(x)(*mapped) if hasattr(x, "_fields") else type(x)(mapped)
+    return x

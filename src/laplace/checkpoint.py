@@ -1,0 +1,84 @@
+"""A fitted posterior as a flat dict of tensors, numbers and strings, loadable with `torch.load(weights_only=True)`.
+
+It holds sums over the data, never the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from laplace.errors import InputError
+from laplace.posterior import Fit
+from laplace.prior import Prior
+from laplace.weights import LastLayer, Layout
+
+if TYPE_CHECKING:
+    from laplace.laplace import Laplace
+
+_OPTIONS = ("likelihood", "structure", "curvature", "subset_of_weights")
+_SUMS, _DATA = "sums/", "data/"
+
+
+def state_dict(la: Laplace) -> dict[str, Any]:
+    """Everything that prediction, evidence and further fitting need."""
+    fit, weights = la.posterior.fit, la._weights
+    assert weights is not None
+    state: dict[str, Any] = _options(la) | {
+        "names": list(fit.layout.names),
+        "shapes": [list(shape) for shape in fit.layout.shapes],
+        "last_layer": weights.module,
+        "feature_reduction": weights.reduction,
+        "mean": fit.mean.clone(),
+        "n_data": fit.n_data,
+        "n_outputs": fit.n_outputs,
+        "prior_precision": la.prior_precision.detach().clone(),
+        "prior_mean": la.prior_mean.detach().clone(),
+        "sigma_noise": la.sigma_noise.detach().clone(),
+        "temperature": la.temperature,
+    }
+    state.update({_SUMS + key: value.clone() for key, value in fit.sums.items()})
+    state.update({_DATA + key: value.clone() for key, value in fit.data.items()})
+    return state
+
+
+def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
+    """Put a saved posterior onto `la`; nothing changes where it does not fit."""
+    missing = [key for key in ("names", "shapes", "mean", "n_data", *_OPTIONS) if key not in state]
+    if missing:
+        raise InputError(f"this is no state of a Laplace posterior: {', '.join(missing)} missing.")
+    for key, here in _options(la).items():
+        if state[key] != here:
+            raise InputError(
+                f"the state has {key}={state[key]!r}, this object {here!r}. Make it with the same options."
+            )
+    layout = Layout(tuple(state["names"]), tuple(tuple(shape) for shape in state["shapes"]))
+    parameters = dict(la.model.named_parameters())
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        found = tuple(parameters[name].shape) if name in parameters else None
+        if found != shape:
+            raise InputError(f"the state has a parameter {name!r} of shape {shape}; the network's is {found}.")
+    sums = {key.removeprefix(_SUMS): value for key, value in state.items() if key.startswith(_SUMS)}
+    data = {key.removeprefix(_DATA): value for key, value in state.items() if key.startswith(_DATA)}
+    mean: Tensor = state["mean"]
+    fit = Fit(la.structure, la.likelihood, la.curvature, layout, mean, sums, data, state["n_data"], state["n_outputs"])
+    la._restore(
+        fit,
+        LastLayer(state["last_layer"], layout, state["feature_reduction"]),
+        Prior.of(state["prior_precision"], state["prior_mean"]),
+        state["sigma_noise"],
+        state["temperature"],
+    )
+
+
+def _options(la: Laplace) -> dict[str, Any]:
+    damping = getattr(la.structure, "damping", False)
+    structure = la.structure.name + (f", damping {damping!r}" if damping else "")
+    return {
+        "likelihood": la.likelihood.name,
+        "structure": structure,
+        "curvature": la.curvature,
+        "subset_of_weights": la.subset_of_weights,
+    }

@@ -1,0 +1,67 @@
+"""Our exceptions and warnings. Every message says what came, what is allowed, and what to write instead."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+
+
+class LaplaceError(Exception):
+    """Base of every exception that this library raises on purpose."""
+
+
+class OptionError(LaplaceError, ValueError):
+    """An option that does not exist, or a value outside its range."""
+
+
+class InputError(LaplaceError, ValueError):
+    """Data that does not fit: shapes, dtypes, labels out of range, NaN."""
+
+
+class NotFittedError(LaplaceError, RuntimeError):
+    """Something was asked of a posterior that has seen no data yet."""
+
+
+class UnsupportedError(LaplaceError, NotImplementedError):
+    """A combination that does not exist; the message names one that does."""
+
+
+class ModelError(LaplaceError, RuntimeError):
+    """A network that cannot be treated as asked; the message names the layer."""
+
+
+class NumericalError(LaplaceError, ArithmeticError):
+    """A matrix or a score that is not usable: not positive definite, NaN, infinite."""
+
+
+class LaplaceWarning(UserWarning):
+    """Base of our warnings: something was chosen for you, or is not as you may think."""
+
+
+class BoundaryWarning(LaplaceWarning):
+    """An optimum lies at the edge of the range in which it was looked for."""
+
+
+class StaleWarning(LaplaceWarning):
+    """The network's weights are no longer those that the posterior was fitted at."""
+
+
+def choice(value: object, valid: Iterable[str], what: str, to_come: Iterable[str] = ()) -> str:
+    """The option `value` as a plain string, or an error that lists the valid ones."""
+    word = str(getattr(value, "value", value))
+    valid = list(valid)
+    if word in valid:
+        return word
+    listed = ", ".join(repr(v) for v in valid)
+    if word in to_come:
+        raise UnsupportedError(f"{what}={word!r} is not built yet. There is: {listed}.")
+    raise OptionError(f"{what}={value!r} is not an option. Valid: {listed}.")
+
+
+def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
+    """Warn, pointing at the line outside this package that led here."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "laplace":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level + 1)

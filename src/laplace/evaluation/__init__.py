@@ -1,0 +1,32 @@
+"""Scores and figures of predictive distributions. The figures need the extra `plots`."""
+
+from laplace.evaluation.metrics import (
+    Reliability,
+    accuracy,
+    auroc,
+    brier,
+    confidence,
+    coverage,
+    ece,
+    gaussian_nll,
+    nll,
+    reliability,
+    rmse,
+)
+from laplace.evaluation.plots import regression_band, reliability_diagram
+
+__all__ = [
+    "Reliability",
+    "accuracy",
+    "auroc",
+    "brier",
+    "confidence",
+    "coverage",
+    "ece",
+    "gaussian_nll",
+    "nll",
+    "regression_band",
+    "reliability",
+    "reliability_diagram",
+    "rmse",
+]

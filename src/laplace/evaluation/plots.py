@@ -1,0 +1,214 @@
+"""Two figures: is a classifier's confidence earned, and what does a regressor not know.
+
+Each returns a `matplotlib.figure.Figure` to be saved or shown; no global state of matplotlib is touched, no display
+is needed. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laplace.errors import InputError
+from laplace.evaluation.metrics import Reliability
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, FAINT = "#222222", "#6b6b6b", "#d9d9d9"
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+COLOURS = (VERMILION, BLUE, GREEN, PURPLE)
+
+
+def reliability_diagram(models: Mapping[str, Reliability], title: str | None = None) -> Figure:
+    """One panel per model: the accuracy in each bin of confidence against perfect calibration, and the bins' sizes.
+
+    A dot's area follows the share of examples that fall in its bin, and the thin bar is the 95 % Wilson interval of
+    the accuracy, wide where the bin holds few. The shaded gap to the diagonal, weighted by those shares, is the ECE.
+
+        reliability_diagram({"MAP": reliability(p_map, y), "Laplace": reliability(p_la, y)}).savefig("reliability.png")
+    """
+    if not models:
+        raise InputError("no model to draw: pass a mapping from a name to what reliability(probs, y) returns.")
+    figure = _figure(width=0.6 + 3.7 * len(models), height=5.2)
+    grid = figure.add_gridspec(
+        2, len(models), height_ratios=(4, 1), hspace=0.08, wspace=0.12, left=0.62 / figure.get_figwidth(), right=0.985
+    )
+    grid.update(bottom=0.1, top=0.85 if title else 0.92)
+    largest_share = max((bins.count.max() / bins.count.sum()).item() for bins in models.values())
+    for column, (name, bins) in enumerate(models.items()):
+        calibration = figure.add_subplot(grid[0, column])
+        histogram = figure.add_subplot(grid[1, column], sharex=calibration)
+        colour = COLOURS[column % len(COLOURS)]
+        _draw_calibration(calibration, bins, colour)
+        _draw_histogram(histogram, bins, colour)
+        histogram.set_ylim(0, 1.1 * largest_share)
+        calibration.set_title(name, loc="left", color=colour, fontweight="bold", fontsize=12, pad=7)
+        calibration.set_title(f"ECE {100 * bins.ece:.1f} %", loc="right", color=INK, fontsize=10.5, pad=7)
+        if column == 0:
+            calibration.set_ylabel("accuracy", color=INK)
+            histogram.set_ylabel("share", color=INK)
+        else:
+            calibration.tick_params(labelleft=False)
+            histogram.tick_params(labelleft=False)
+    if title:
+        figure.suptitle(title, x=0.62 / figure.get_figwidth(), y=0.975, ha="left", color=INK, fontsize=12.5)
+    return figure
+
+
+def regression_band(
+    x: Tensor,  # (N,)
+    mean: Tensor,  # (N,)
+    epistemic: Tensor,  # (N,) standard deviation of the network's output
+    noise: Tensor | float,  # () or (N,) standard deviation of the observations around it
+    data: tuple[Tensor, Tensor] | None = None,  # (M,), (M,)
+    truth: Tensor | None = None,  # (N,) the function that the data came from, where it is known
+    title: str | None = None,
+) -> Figure:
+    """The prediction over x within two standard deviations, and underneath it the two uncertainties apart.
+
+    The inner band is what the network does not know and more data would teach it; the outer band adds the noise,
+    which no amount of data removes: total variance = epistemic variance + noise variance.
+    """
+    grid_x = _vector(x, "x")
+    order = np.argsort(grid_x)
+    columns = {"mean": mean, "epistemic": epistemic, "noise": torch.as_tensor(noise).expand(len(grid_x))}
+    if truth is not None:
+        columns["truth"] = truth
+    curves = {name: _vector(values, name) for name, values in columns.items()}
+    for name, values in curves.items():
+        if len(values) != len(grid_x):
+            raise InputError(f"{name} has {len(values)} values for {len(grid_x)} values of x.")
+    curves = {name: values[order] for name, values in curves.items()}
+    figure = _figure(width=7.6, height=5.4)
+    grid = figure.add_gridspec(2, 1, height_ratios=(3.4, 1), hspace=0.1)
+    grid.update(left=0.085, right=0.83, bottom=0.095, top=0.9 if title else 0.97)
+    band = figure.add_subplot(grid[0])
+    apart = figure.add_subplot(grid[1], sharex=band)
+    _draw_band(band, grid_x[order], curves, data)
+    _draw_deviations(apart, grid_x[order], curves)
+    if title:
+        band.set_title(title, loc="left", color=INK, fontsize=12.5, pad=10)
+    return figure
+
+
+def _draw_calibration(axes: Axes, bins: Reliability, colour: str) -> None:
+    held = bins.count > 0
+    confidence, accuracy = _vector(bins.confidence[held], "confidence"), _vector(bins.accuracy[held], "accuracy")
+    count = _vector(bins.count[held], "count")
+    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=2)
+    axes.text(0.03, 0.975, "underconfident", color=MUTED, fontsize=9, va="top")
+    axes.text(0.99, 0.03, "overconfident", color=MUTED, fontsize=9, ha="right")
+    axes.fill_between(confidence, confidence, accuracy, color=colour, alpha=0.13, linewidth=0, zorder=1)
+    lower, upper = _wilson_interval(accuracy, count)
+    axes.vlines(confidence, lower, upper, color=colour, linewidth=1, alpha=0.45, zorder=3)
+    axes.plot(confidence, accuracy, color=colour, linewidth=1.2, alpha=0.6, zorder=3)
+    area = 16 + 200 * count / count.sum()
+    axes.scatter(confidence, accuracy, s=area, color=colour, edgecolor="white", linewidth=0.8, zorder=4)
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.02), yticks=np.linspace(0, 1, 6))
+    axes.tick_params(labelbottom=False)
+    _style(axes)
+
+
+def _draw_histogram(axes: Axes, bins: Reliability, colour: str) -> None:
+    edges, count = _vector(bins.edges, "edges"), _vector(bins.count, "count")
+    width = np.diff(edges)
+    axes.bar(edges[:-1], count / count.sum(), 0.86 * width, align="edge", color=colour, alpha=0.85)
+    axes.set(xticks=np.linspace(0, 1, 6))
+    axes.set_xlabel("confidence", color=INK)
+    _style(axes)
+
+
+def _draw_band(
+    axes: Axes,
+    x: np.ndarray,
+    curves: dict[str, np.ndarray],
+    data: tuple[Tensor, Tensor] | None,
+) -> None:
+    mean, epistemic = curves["mean"], curves["epistemic"]
+    total = np.hypot(epistemic, curves["noise"])
+    lower, upper = mean - 2 * epistemic, mean + 2 * epistemic
+    axes.fill_between(x, mean - 2 * total, lower, color=VERMILION, alpha=0.2, linewidth=0, zorder=1)
+    axes.fill_between(x, upper, mean + 2 * total, color=VERMILION, alpha=0.2, linewidth=0, zorder=1)
+    axes.fill_between(x, lower, upper, color=BLUE, alpha=0.3, linewidth=0, zorder=1)
+    axes.plot(x, mean, color=BLUE, linewidth=2, zorder=4)
+    labels = [
+        (mean[-1] + 2 * total[-1], "with noise, ±2 sd", VERMILION),
+        (upper[-1], "epistemic, ±2 sd", BLUE),
+        (mean[-1], "mean", BLUE),
+    ]
+    if "truth" in curves:
+        axes.plot(x, curves["truth"], color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
+        labels.append((curves["truth"][-1], "truth", INK))
+    if data is not None:
+        at, y = _vector(data[0], "data[0]"), _vector(data[1], "data[1]")
+        axes.scatter(at, y, s=13, color=INK, edgecolor="white", linewidth=0.4, alpha=0.9, zorder=5)
+    axes.set_xlim(x[0], x[-1])
+    axes.tick_params(labelbottom=False)
+    axes.set_ylabel("y", color=INK)
+    _style(axes)
+    _label_right(axes, labels, gap=0.052)
+
+
+def _draw_deviations(axes: Axes, x: np.ndarray, curves: dict[str, np.ndarray]) -> None:
+    axes.plot(x, curves["epistemic"], color=BLUE, linewidth=1.8)
+    axes.plot(x, curves["noise"], color=VERMILION, linewidth=1.8)
+    axes.set_ylim(0, 1.12 * max(curves["epistemic"].max(), curves["noise"].max()))
+    axes.set_xlabel("x", color=INK)
+    axes.set_ylabel("sd", color=INK)
+    _style(axes)
+    labels = [(curves["epistemic"][-1], "epistemic", BLUE), (curves["noise"][-1], "noise", VERMILION)]
+    _label_right(axes, labels, gap=0.18)
+
+
+def _label_right(axes: Axes, labels: list[tuple[float, str, str]], gap: float) -> None:
+    """Names the curves at their right ends, in their order, pushed `gap` of the panel's height apart at least."""
+    bottom, top = axes.get_ylim()
+    labels = sorted(labels, key=lambda label: label[0])
+    places = [(value - bottom) / (top - bottom) for value, _, _ in labels]
+    for above in range(1, len(places)):
+        places[above] = max(places[above], places[above - 1] + gap)
+    for below in range(len(places)):
+        ceiling = 1 - gap * (len(places) - 1 - below)
+        axes.text(
+            1.012, min(places[below], ceiling), labels[below][1], color=labels[below][2], fontsize=9, va="center",
+            transform=axes.transAxes,
+        )  # fmt: skip
+
+
+def _style(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=MUTED, labelsize=9)
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _wilson_interval(accuracy: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % interval of a proportion that stays inside [0, 1], also for a handful of examples."""
+    z2 = 1.96**2
+    centre = (accuracy + z2 / (2 * count)) / (1 + z2 / count)
+    half = np.sqrt(z2 * (accuracy * (1 - accuracy) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return centre - half, centre + half
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'laplace-redux[plots]'") from error
+    return Figure(figsize=(width, height), dpi=160, facecolor="white")
+
+
+def _vector(values: Tensor, name: str) -> np.ndarray:
+    vector = torch.as_tensor(values).detach().cpu().double().numpy()
+    if vector.ndim == 2 and vector.shape[1] == 1:
+        vector = vector[:, 0]
+    if vector.ndim != 1 or len(vector) == 0:
+        raise InputError(f"{name} must have shape (N,) or (N, 1) with N > 0, got {vector.shape}.")
+    return vector

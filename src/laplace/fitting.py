@@ -1,0 +1,87 @@
+"""One pass over the data: every batch is run through the network once, and leaves its sums."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Forward
+from laplace.batches import Inputs
+from laplace.curvature import CURVATURES
+from laplace.errors import InputError
+from laplace.likelihoods.base import Likelihood
+from laplace.posterior import Fit
+from laplace.structures import Structure, Sums
+from laplace.weights.layout import Layout
+
+
+class Engine(Protocol):
+    """What fitting and predicting need of a network: one run on a batch."""
+
+    def forward(self, inputs: Inputs, with_grad: bool = False) -> Forward:
+        """Run the network."""
+        ...
+
+
+class Accumulator:
+    """Sums of the curvature and of the log-likelihood, batch by batch."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        likelihood: Likelihood,
+        structure: Structure,
+        layout: Layout,
+        kind: str,
+        samples: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.engine, self.likelihood, self.structure, self.layout = engine, likelihood, structure, layout
+        self.kind, self.samples, self.generator = kind, samples, generator
+        self.sums: Sums = {}
+        self.data: Sums = {}
+        self.n_data = self.n_outputs = 0
+
+    def add(self, inputs: Inputs, y: Tensor, index: int) -> None:
+        """Run one batch and add what it leaves; nothing is added where the batch is refused."""
+        forward = self.engine.forward(inputs)
+        f = forward.outputs
+        try:
+            self.likelihood.check_outputs(f)
+            check_finite(f, "the network's outputs hold")
+            y = self.likelihood.check_targets(f, y.to(f.device))
+        except InputError as error:
+            raise InputError(f"batch {index}: {error}") from None
+        if self.n_outputs not in (0, f.shape[1]):
+            raise InputError(
+                f"batch {index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
+            )
+        with torch.no_grad():
+            curvature = CURVATURES[self.kind](self.likelihood, f, y, self.samples, self.generator)
+            _add(self.sums, self.structure.sums(forward.moments(curvature), self.layout))
+            _add(self.data, self.likelihood.sums(f, y))
+        self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
+
+    def fit(self, mean: Tensor) -> Fit:
+        """What has been added, at the weights `mean`."""
+        counts = (self.n_data, self.n_outputs)
+        return Fit(self.structure, self.likelihood, self.kind, self.layout, mean, self.sums, self.data, *counts)
+
+
+def check_finite(f: Tensor, what: str) -> None:
+    """Refuse NaN and infinity."""
+    if not f.isfinite().all():
+        rows = (~f.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+        raise InputError(
+            f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."
+        )
+
+
+def _add(total: Sums, part: Sums) -> None:
+    for key, value in part.items():
+        if key in total:
+            total[key] += value
+        else:
+            total[key] = value.clone()

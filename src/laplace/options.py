@@ -1,0 +1,74 @@
+"""What users call things: option names, laplace-torch's included, turned into the parts that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from laplace.curvature import CURVATURES
+from laplace.errors import OptionError, UnsupportedError, choice
+from laplace.structures import STRUCTURES, Structure
+
+_BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
+
+
+def structure_named(name: str, damping: bool | str) -> Structure:
+    """The structure of that name with its own options."""
+    name = choice(name, STRUCTURES, "hessian_structure", to_come=("lowrank", "gp"))
+    if name == "kron":
+        return STRUCTURES[name](damping)
+    if damping:
+        raise OptionError(f"damping={damping!r} belongs to hessian_structure='kron'; {name} has the exact prior only.")
+    return STRUCTURES[name]()
+
+
+def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> str:
+    """The kind of curvature by name, or what a backend class of laplace-torch stands for."""
+    if backend is not None:
+        label = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
+        meant = next((kind for end, kind in _BACKENDS.items() if label.endswith(end)), None)
+        if meant == "ggn" and (backend_kwargs or {}).get("stochastic"):
+            meant = "mc"
+        if meant is None or (name is not None and str(name) != meant):
+            raise OptionError(
+                f"backend={label} does not say which curvature. Write curvature='ggn', 'sketch', 'mc' or 'ef'."
+            )
+        name = meant
+    elif backend_kwargs:
+        raise OptionError("backend_kwargs goes with backend; here curvature= and curvature_samples= say it.")
+    return choice("ggn" if name is None else name, CURVATURES, "curvature", to_come=("hessian",))
+
+
+def subset_named(name: str) -> str:
+    """Which weights are uncertain."""
+    return choice(name, ["last_layer"], "subset_of_weights", to_come=("all", "subnetwork"))
+
+
+def pred_type_named(name: str) -> str:
+    """'glm', the linearised network, or 'nn', the network itself."""
+    if str(getattr(name, "value", name)) == "gp":
+        raise UnsupportedError(
+            "pred_type='gp' is for a posterior over functions; this one is over weights: 'glm' or 'nn'."
+        )
+    return choice(name, ["glm", "nn"], "pred_type")
+
+
+def method_named(name: str) -> str:
+    """'marglik' or 'gridsearch'; the paper's 'CV' is the latter."""
+    return choice("gridsearch" if name == "CV" else name, ["marglik", "gridsearch"], "method")
+
+
+def whole_number(value: object, what: str, least: int = 1) -> int:
+    """A whole number that is large enough."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{what}={value!r} must be a whole number of at least {least}.")
+    return value
+
+
+def generator_or_none(generator: Any) -> torch.Generator | None:
+    """The generator, or None for torch's own."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise OptionError(f"generator is a {type(generator).__name__}; write torch.Generator().manual_seed(0).")
+    return generator

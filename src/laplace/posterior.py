@@ -1,0 +1,108 @@
+"""The posterior N(mean, (s H + prior precision)^-1), a pure function of what fit left, the prior, the noise and T.
+
+log Z = (1/T) log p(D given mean) - 1/2 [ (mean - mu0)^T D (mean - mu0) + log det(s H + D) - log det D ]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.likelihoods.base import Likelihood
+from laplace.prior import Prior
+from laplace.structures import Curvature, Gaussian, Structure, Sums
+from laplace.weights.layout import Layout
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fitting leaves behind: sums over the data at the weights `mean`."""
+
+    structure: Structure
+    likelihood: Likelihood
+    kind: str  # of curvature
+    layout: Layout
+    mean: Tensor  # (P,)
+    sums: Sums  # the structure's
+    data: Sums  # the likelihood's
+    n_data: int
+    n_outputs: int
+
+    @cached_property
+    def curvature(self) -> Curvature:
+        """H, factorised at first use and kept."""
+        with torch.no_grad():
+            return self.structure.curvature(self.sums, self.layout)
+
+    def plus(self, sums: Sums, data: Sums, n: int) -> Fit:
+        """With the sums of further data added."""
+        return replace(self, sums=added(self.sums, sums), data=added(self.data, data), n_data=self.n_data + n)
+
+    def to(self, device: torch.device | str) -> Fit:
+        """The same on `device`."""
+        moved = {key: {k: v.to(device) for k, v in getattr(self, key).items()} for key in ("sums", "data")}
+        return replace(self, mean=self.mean.to(device), **moved)
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The Gaussian and the terms of its evidence, all differentiable in prior precision and sigma."""
+
+    fit: Fit
+    prior: Prior
+    sigma: Tensor  # ()
+    temperature: float
+
+    @cached_property
+    def gaussian(self) -> Gaussian:
+        """N(0, (s H + D)^-1)."""
+        return self.fit.curvature.gaussian(self.scale, self.prior.blocks(self.fit.layout, self.fit.mean))
+
+    @property
+    def scale(self) -> Tensor:
+        """s = c(sigma) / T."""
+        c = self.fit.likelihood.curvature_scale(self.fit.kind, self.sigma)
+        return c.to(self.fit.mean) / self.temperature
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """(1/T) log p(D given mean), the normaliser of the noise included."""
+        return self.fit.likelihood.log_likelihood(self.fit.data, self.sigma.double()) / self.temperature
+
+    @property
+    def scatter(self) -> Tensor:
+        """(mean - mu0)^T D (mean - mu0)."""
+        return self.prior.scatter(self.fit.mean, self.fit.layout)
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        """log det D."""
+        return self.prior.logdet(self.fit.layout, self.fit.mean)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """log det(s H + D)."""
+        return self.gaussian.logdet()
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """log det(s H + D) - log det D."""
+        return self.log_det_posterior_precision - self.log_det_prior_precision
+
+    @property
+    def log_evidence(self) -> Tensor:
+        """log Z."""
+        return self.log_likelihood - 0.5 * (self.scatter + self.log_det_ratio)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a value requires grad, so that nothing may be kept."""
+        return any(t.requires_grad for t in (self.prior.precision, self.prior.mean, self.sigma))
+
+
+def added(left: Sums, right: Sums) -> Sums:
+    """The sums of two sets of data together."""
+    return {key: left[key] + right[key] for key in left}

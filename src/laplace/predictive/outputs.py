@@ -1,0 +1,78 @@
+"""The distribution of the outputs f at some inputs: a Gaussian, or draws of the network itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.draws import Draws, normals
+
+_CHUNK = 2**24  # elements drawn at a time
+
+
+@dataclass(frozen=True)
+class OutputGaussian:
+    """N(f, S) for each input: variances always, covariances where they were asked for."""
+
+    mean: Tensor  # (N, C)
+    variance: Tensor  # (N, C)
+    covariance: Tensor | None = None  # (N, C, C)
+
+    def draws(self, how: Draws) -> Iterator[Tensor]:
+        """Draws for consecutive chunks of inputs, (S, n, C) each; without covariances, outputs are independent."""
+        step = max(1, _CHUNK // (how.n * self.mean.shape[1]))
+        for start in range(0, self.mean.shape[0], step):
+            part = slice(start, start + step)
+            eps = normals((how.n, *self.mean[part].shape), self.mean, how.generator)
+            if self.covariance is None:
+                yield self.mean[part] + self.variance[part].sqrt() * eps
+            else:
+                yield self.mean[part] + torch.einsum("ncd,snd->snc", root(self.covariance[part]), eps)
+
+
+@dataclass(frozen=True)
+class OutputSamples:
+    """Outputs of the network with sampled weights."""
+
+    samples: Tensor  # (S, N, C)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean over the draws."""
+        return self.samples.mean(0)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance over the draws."""
+        return self.samples.var(0)
+
+    def draws(self, how: Draws) -> Iterator[Tensor]:
+        """The draws that there are."""
+        yield self.samples
+
+
+def root(covariance: Tensor) -> Tensor:  # (N, C, C)
+    """R with R R^T = covariance; Cholesky where it exists, the symmetric root of the others."""
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if failed.any():
+        values, vectors = torch.linalg.eigh(covariance[failed > 0])
+        factor = factor.clone()
+        factor[failed > 0] = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+    return factor
+
+
+def joined(parts: list[OutputGaussian | OutputSamples]) -> OutputGaussian | OutputSamples:
+    """The outputs of consecutive batches as one."""
+    samples = [part.samples for part in parts if isinstance(part, OutputSamples)]
+    if samples:
+        return OutputSamples(torch.cat(samples, 1))
+    gaussians = [part for part in parts if isinstance(part, OutputGaussian)]
+    covariances = [g.covariance for g in gaussians if g.covariance is not None]
+    return OutputGaussian(
+        torch.cat([g.mean for g in gaussians]),
+        torch.cat([g.variance for g in gaussians]),
+        torch.cat(covariances) if covariances else None,
+    )

@@ -1,0 +1,97 @@
+"""One posterior, one run of the network: the Gaussian of the outputs, and draws from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Dirichlet, Distribution, MultivariateNormal, Normal
+
+from laplace.backprop.gradients import Forward, Jacobian
+from laplace.draws import Draws, normals
+from laplace.errors import choice
+from laplace.posterior import Posterior
+from laplace.predictive.entropy import decompose
+from laplace.predictive.links import bridge_concentration, bridge_norm_concentration, onto_simplex
+from laplace.predictive.outputs import OutputGaussian, OutputSamples
+from laplace.predictive.prediction import Prediction
+from laplace.structures import Gaussian
+
+_CHUNK = 2**25  # elements of the weights drawn at a time
+
+Outputs = OutputGaussian | OutputSamples
+
+
+def linearised(posterior: Posterior, forward: Forward, with_covariance: bool) -> OutputGaussian:
+    """N(f, J Sigma J^T): the variances alone, or with each input's covariance."""
+    jacobian, gaussian = forward.jacobian(), posterior.gaussian
+    if not with_covariance:
+        return OutputGaussian(forward.outputs, gaussian.variance(jacobian))
+    covariance = gaussian.covariance(jacobian)
+    return OutputGaussian(forward.outputs, covariance.diagonal(dim1=1, dim2=2), covariance)
+
+
+def sampled(
+    gaussian: Gaussian, forward: Forward, n_params: int, n_samples: int, generator: torch.Generator | None, exact: bool
+) -> Tensor:  # (S, N, C)
+    """Outputs under draws of the weights, one draw for all inputs: of the network itself (`exact`) or linearised."""
+    parts = []
+    for start in range(0, n_samples, step := max(1, _CHUNK // n_params)):
+        eps = normals((min(step, n_samples - start), n_params), forward.outputs, generator)
+        moves = gaussian.color(eps)
+        parts.append(forward.perturbed(moves) if exact else forward.outputs + forward.linearised(moves))
+    return torch.cat(parts)
+
+
+def probabilities(
+    posterior: Posterior,
+    link: str,
+    f: Tensor,  # (N, C)
+    jacobian: Jacobian,
+    draws: Draws,
+    independent: bool = False,
+    variance: Tensor | None = None,  # (N, C)
+) -> tuple[Tensor, int]:
+    """Class probabilities (N, C) through one link, and for how many inputs they had to be put back on the simplex.
+
+    The posterior is asked only for what the link needs; `variance` is given where it is known already, and
+    `independent` neglects the covariances between outputs.
+    """
+    likelihood, gaussian = posterior.fit.likelihood, posterior.gaussian
+    how = likelihood.links[choice(link, likelihood.links, "link_approx")]
+    if how.needs == "covariance" and not independent:
+        covariance = gaussian.covariance(jacobian)
+        return how.apply(OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance), draws), 0
+    if variance is None:
+        variance = gaussian.variance(jacobian)
+    if how.needs == "covariance":
+        return how.apply(OutputGaussian(f, variance), draws), 0
+    if how.needs == "variance":
+        return how.apply(f, variance), 0
+    p = f.softmax(-1)
+    product = p * variance if independent else gaussian.product(jacobian, p)
+    return onto_simplex(how.apply(f, variance, product))
+
+
+def regression(outputs: Outputs, sigma: Tensor) -> Prediction:
+    """y = f + sigma eps: a multivariate normal where covariances are known, else independent normals."""
+    noise = sigma.to(outputs.mean).square()
+    mean, epistemic = outputs.mean, outputs.variance
+    aleatoric = noise.expand_as(mean)
+    covariance = outputs.covariance if isinstance(outputs, OutputGaussian) else None
+    distribution: Distribution
+    if covariance is None or mean.shape[1] == 1:
+        distribution = Normal(mean, (epistemic + aleatoric).sqrt())
+    else:
+        eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
+        distribution = MultivariateNormal(mean, covariance + noise * eye)
+    return Prediction(distribution, mean, epistemic, aleatoric, outputs)
+
+
+def classification(p: Tensor, outputs: Outputs, link: str, draws: Draws) -> Prediction:
+    """y ~ p; the bridges give a distribution over p itself."""
+    distribution: Distribution = Categorical(probs=p)
+    if isinstance(outputs, OutputGaussian) and link in ("bridge", "bridge_norm"):
+        concentration = bridge_concentration if link == "bridge" else bridge_norm_concentration
+        distribution = Dirichlet(concentration(outputs.mean, outputs.variance))
+    epistemic, aleatoric = decompose(p, outputs, draws)
+    return Prediction(distribution, p, epistemic, aleatoric, outputs)

@@ -1,0 +1,78 @@
+"""What `la.predict` returns: one distribution, its summaries, and the two kinds of uncertainty apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal, Normal
+
+from laplace.draws import Draws
+from laplace.errors import OptionError
+from laplace.predictive.outputs import OutputGaussian, OutputSamples
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """p(y given x, data).
+
+    distribution  a `torch.distributions` object with the observation noise included
+    mean          E[y] for regression, (N, C); the class probabilities for classification, (N, C)
+    epistemic     what more data could take away: variance (N, C) of f, or the mutual information (N,) of y and the weights
+    aleatoric     what it could not: the noise variance (N, C), or the expected entropy (N,)
+    """
+
+    distribution: Distribution
+    mean: Tensor
+    epistemic: Tensor
+    aleatoric: Tensor
+    outputs: OutputGaussian | OutputSamples = field(repr=False)
+
+    @property
+    def total(self) -> Tensor:
+        """Epistemic and aleatoric together: the predictive's variance, or its entropy."""
+        return self.epistemic + self.aleatoric
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether y is continuous."""
+        return isinstance(self.distribution, (Normal, MultivariateNormal))
+
+    def quantile(self, q: float | Tensor) -> Tensor:
+        """The q-quantile of y (regression) or of each class's probability under the posterior (classification), (N, C).
+
+        For several q, (Q, N, C). Class probabilities are those of 1,000 seeded draws of the outputs.
+        """
+        levels = torch.as_tensor(q, dtype=self.mean.dtype, device=self.mean.device)
+        if levels.dim() > 1 or not ((levels > 0) & (levels < 1)).all():
+            raise OptionError(f"q={q!r} must be a number, or a vector of numbers, strictly between 0 and 1.")
+        if self.is_regression:
+            spread = self.total.sqrt()
+            return self.mean + spread * torch.special.ndtri(levels).reshape(*levels.shape, *[1] * spread.dim())
+        draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
+        return torch.cat([d.softmax(-1).quantile(levels, 0) for d in draws], dim=-2)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the central interval that holds `level` of the probability, (N, C) each."""
+        if not 0 < level < 1:
+            raise OptionError(f"level={level!r} must lie strictly between 0 and 1, as in interval(0.95).")
+        tails = self.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]))
+        return tails[0], tails[1]
+
+    def numpy(self) -> dict[str, Any]:
+        """Mean, epistemic and aleatoric uncertainty as numpy arrays."""
+        parts = {"mean": self.mean, "epistemic": self.epistemic, "aleatoric": self.aleatoric}
+        return {key: value.detach().cpu().numpy() for key, value in parts.items()}
+
+    def __len__(self) -> int:
+        return self.mean.shape[0]
+
+    def __repr__(self) -> str:
+        kind = type(self.distribution).__name__
+        n, c = self.mean.shape
+        return (
+            f"Prediction({n} inputs, {c} outputs, {kind}, mean epistemic {float(self.epistemic.mean()):.3g}, "
+            f"mean aleatoric {float(self.aleatoric.mean()):.3g})"
+        )

@@ -1,0 +1,99 @@
+"""The prior N(mu0, diag(delta)^-1): mean a scalar or a value per weight, precision a scalar, one per tensor, or per weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.errors import OptionError
+from laplace.weights.layout import Layout
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Mean and precision, as the user gave them."""
+
+    precision: Tensor  # () or (1,), (B,), (P,)
+    mean: Tensor  # () or (P,)
+
+    @classmethod
+    def of(cls, precision: Tensor | float, mean: Tensor | float) -> Prior:
+        """A checked prior from numbers or tensors; lengths are checked once the layout is known."""
+        precision = positive(precision, "prior_precision")
+        mean = _real(mean, "prior_mean")
+        if precision.dim() > 1 or mean.dim() > 1:
+            raise OptionError(
+                f"prior_precision has shape {tuple(precision.shape)} and prior_mean {tuple(mean.shape)}; "
+                "each is a scalar or a vector."
+            )
+        return cls(precision, mean)
+
+    def check(self, layout: Layout) -> None:
+        """Refuse lengths that the layout has no meaning for."""
+        blocks, weights = len(layout.names), layout.n_params
+        if self.precision.numel() not in (1, blocks, weights):
+            raise OptionError(
+                f"prior_precision has {self.precision.numel()} values; allowed are 1, {blocks} (one per parameter tensor: "
+                f"{', '.join(layout.names)}) or {weights} (one per weight)."
+            )
+        if self.mean.numel() not in (1, weights):
+            raise OptionError(
+                f"prior_mean has {self.mean.numel()} values; allowed are 1 or {weights} (one per weight)."
+            )
+
+    def blocks(self, layout: Layout, like: Tensor) -> list[Tensor]:
+        """The precision of each block: the same scalar for all, a scalar each, or a vector each."""
+        self.check(layout)
+        precision = self.precision.to(like)
+        if precision.numel() == 1:
+            return [precision.reshape(())] * len(layout.names)
+        if precision.numel() == len(layout.names):
+            return list(precision.unbind())
+        return layout.split(precision)
+
+    def diagonal(self, layout: Layout, like: Tensor) -> Tensor:  # (P,)
+        """The precision of each weight."""
+        pairs = zip(self.blocks(layout, like), layout.sizes, strict=True)
+        return torch.cat([delta.reshape(-1).expand(size) for delta, size in pairs])
+
+    def logdet(self, layout: Layout, like: Tensor) -> Tensor:
+        """log det of the prior precision."""
+        pairs = zip(self.blocks(layout, like), layout.sizes, strict=True)
+        return torch.stack([d.double().log().sum() * (size / d.numel()) for d, size in pairs]).sum()
+
+    def scatter(self, theta: Tensor, layout: Layout) -> Tensor:  # theta: (P,)
+        """(theta - mu0)^T diag(delta) (theta - mu0)."""
+        offset = (theta - self.mean.to(theta)).double().square()
+        pairs = zip(layout.split(offset), self.blocks(layout, theta), strict=True)
+        return torch.stack([(q * d.double()).sum() for q, d in pairs]).sum()
+
+    def to(self, device: torch.device | str) -> Prior:
+        """The same prior on `device`."""
+        return Prior(self.precision.to(device), self.mean.to(device))
+
+
+def positive(value: Tensor | float, what: str) -> Tensor:
+    """`value` as a tensor of positive finite numbers."""
+    tensor = _real(value, what)
+    if tensor.numel() == 0 or not (tensor > 0).all():
+        shown = f"{float(tensor.min()):g}" if tensor.numel() else "nothing"
+        raise OptionError(
+            f"{what} must be positive; got {shown}{' as its smallest value' if tensor.numel() > 1 else ''}."
+        )
+    return tensor
+
+
+def _real(value: Tensor | float, what: str) -> Tensor:
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"{what}={value!r} is no number or tensor: {error}.") from None
+    if tensor.is_complex() or tensor.dtype is torch.bool:
+        raise OptionError(f"{what} has dtype {tensor.dtype}; real numbers needed.")
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.get_default_dtype())
+    if not tensor.isfinite().all():
+        raise OptionError(f"{what} holds NaN or infinite values.")
+    return tensor

@@ -1,0 +1,176 @@
+"""What can be read off a fitted posterior: sizes, the terms of the evidence, densities, the precision itself."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InputError, UnsupportedError
+from laplace.posterior import Fit, Posterior
+from laplace.structures import Gaussian
+from laplace.structures.blockdiag import BlockDiagonalGaussian
+from laplace.structures.diag import DiagGaussian
+
+
+class KroneckerMatrix:
+    """A block-diagonal matrix of Kronecker products in its eigenbasis."""
+
+    def __init__(self, gaussian: BlockDiagonalGaussian) -> None:
+        self._gaussian = gaussian
+
+    def to_matrix(self) -> Tensor:  # (P, P)
+        """Written out."""
+        return self._gaussian.precision_matrix()
+
+    def logdet(self) -> Tensor:
+        """Log-determinant from the eigenvalues."""
+        return self._gaussian.logdet()
+
+    def __repr__(self) -> str:
+        return f"KroneckerMatrix({len(self._gaussian.blocks)} blocks, {self._gaussian.layout.n_params} weights)"
+
+
+class Readable(ABC):
+    """The read-only side of `Laplace`."""
+
+    @property
+    @abstractmethod
+    def posterior(self) -> Posterior:
+        """The posterior at the current prior, noise and temperature; an error before fit."""
+
+    @property
+    def _fit(self) -> Fit:
+        return self.posterior.fit
+
+    @property
+    def mean(self) -> Tensor:  # (P,)
+        """The weights at which the posterior was fitted."""
+        return self._fit.mean
+
+    @property
+    def n_params(self) -> int:
+        """Number of uncertain weights, P."""
+        return self._fit.layout.n_params
+
+    @property
+    def n_layers(self) -> int:
+        """Number of parameter tensors, each a block."""
+        return len(self._fit.layout.names)
+
+    @property
+    def n_data(self) -> int:
+        """Number of examples seen."""
+        return self._fit.n_data
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs, C."""
+        return self._fit.n_outputs
+
+    @property
+    def loss(self) -> float:
+        """The training loss: half the squared error, or the cross-entropy, summed over the data."""
+        return float(self._fit.data["loss"])
+
+    @property
+    def H(self) -> Tensor | KroneckerMatrix:  # noqa: N802
+        """The curvature at unit noise: (P, P) for full, (P,) for diag, an object with to_matrix() for kron."""
+        one = torch.ones((), dtype=self.mean.dtype, device=self.mean.device)
+        zeros = [one * 0] * self.n_layers
+        if self._fit.structure.name == "full":
+            return self._fit.curvature.matrix()
+        return self._shown(self._fit.curvature.gaussian(one, zeros))
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """(1/T) log p(D given mean)."""
+        return self.posterior.log_likelihood
+
+    @property
+    def scatter(self) -> Tensor:
+        """(mean - mu0)^T D (mean - mu0)."""
+        return self.posterior.scatter
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        """log det of the prior precision."""
+        return self.posterior.log_det_prior_precision
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """log det of the posterior precision."""
+        return self.posterior.log_det_posterior_precision
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """log det of the posterior precision minus that of the prior precision."""
+        return self.posterior.log_det_ratio
+
+    @property
+    def prior_precision_diag(self) -> Tensor:  # (P,)
+        """The prior precision of each weight."""
+        return self.posterior.prior.diagonal(self._fit.layout, self.mean)
+
+    @property
+    def posterior_precision(self) -> Tensor | KroneckerMatrix:
+        """(P, P) for full, (P,) for diag, an object with to_matrix() and logdet() for kron."""
+        return self._shown(self.posterior.gaussian)
+
+    @property
+    def posterior_covariance(self) -> Tensor:  # (P, P)
+        """The covariance, dense."""
+        return self.posterior.gaussian.covariance_matrix()
+
+    @property
+    def posterior_variance(self) -> Tensor:  # (P,)
+        """The marginal variance of each weight."""
+        return self.posterior.gaussian.marginal_variances()
+
+    @property
+    def posterior_scale(self) -> Tensor:
+        """A root of the covariance: (P, P) with S S^T = Sigma for full, (P,) standard deviations for diag."""
+        if self._fit.structure.name == "diag":
+            return self.posterior_variance.sqrt()
+        if self._fit.structure.name == "full":
+            eye = torch.eye(self.n_params, dtype=self.mean.dtype, device=self.mean.device)
+            return self.posterior.gaussian.color(eye).T
+        raise UnsupportedError(
+            "kron keeps no scale matrix. There is: sample(), posterior_variance, posterior_covariance."
+        )
+
+    def square_norm(self, value: Tensor) -> Tensor:  # (P,) or (S, P)
+        """(value - mean)^T posterior precision (value - mean)."""
+        self._check_weights(value)
+        return self.posterior.gaussian.quadratic(value.to(self.mean) - self.mean)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Log-density of the posterior at weights `value`, (P,) or (S, P)."""
+        out = -0.5 * self.square_norm(value)
+        if normalized:
+            out = out + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
+        return out
+
+    def functional_variance(self, Js: Tensor) -> Tensor:  # noqa: N803  (B, C, P) -> (B, C, C)
+        """J Sigma J^T of each example, for Jacobians that you bring."""
+        self._check_weights(Js, "the Jacobian's last dimension")
+        return self.posterior.gaussian.dense_variance(Js.to(self.mean))
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:  # noqa: N803  (B, C, P) or (B*C, P) -> (B*C, B*C)
+        """J Sigma J^T over all examples together, for Jacobians that you bring."""
+        self._check_weights(Js, "the Jacobian's last dimension")
+        return self.posterior.gaussian.dense_variance(Js.to(self.mean).flatten(0, -2))
+
+    def _check_weights(self, value: Tensor, what: str = "value") -> None:
+        if value.dim() < 1 or value.shape[-1] != self.n_params:
+            raise InputError(
+                f"{what}: shape {tuple(value.shape)} came; the last dimension must be P = {self.n_params}."
+            )
+
+    def _shown(self, gaussian: Gaussian) -> Tensor | KroneckerMatrix:
+        if not isinstance(gaussian, BlockDiagonalGaussian):
+            return gaussian.precision_matrix()
+        diagonals = [block.precision for block in gaussian.blocks if isinstance(block, DiagGaussian)]
+        return torch.cat(diagonals) if len(diagonals) == len(gaussian.blocks) else KroneckerMatrix(gaussian)

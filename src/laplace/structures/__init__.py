@@ -1,0 +1,14 @@
+"""What is kept of the curvature."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from laplace.structures.base import Curvature, Gaussian, Structure, Sums
+from laplace.structures.diag import Diag
+from laplace.structures.full import Full
+from laplace.structures.kron import Kron
+
+STRUCTURES: Final[dict[str, type[Structure]]] = {"full": Full, "kron": Kron, "diag": Diag}
+
+__all__ = ["STRUCTURES", "Curvature", "Gaussian", "Structure", "Sums"]

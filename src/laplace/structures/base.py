@@ -1,0 +1,111 @@
+"""What a structure is: which sums it keeps of the curvature, and the Gaussians that it makes of them.
+
+A structure turns the second moments of a batch into a dict of sums (additive: merged by adding), the sums into a
+`Curvature` (factorised once, whatever the prior), and a curvature, a scale s and a prior precision into the
+`Gaussian` N(0, (s H + D)^-1). No structure calls the network.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from laplace.backprop.gradients import Jacobian, Moments
+from laplace.weights.layout import Layout
+
+Sums = dict[str, Tensor]
+Traces = tuple[Tensor, Tensor]
+
+
+class Gaussian(ABC):
+    """N(0, precision^-1) over all uncertain weights, precision = s H + D. Differentiable in s and D."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log det of the precision."""
+
+    @abstractmethod
+    def color(self, eps: Tensor) -> Tensor:  # (S, P) -> (S, P)
+        """Standard normal noise turned into draws of this Gaussian."""
+
+    @abstractmethod
+    def marginal_variances(self) -> Tensor:  # (P,)
+        """The diagonal of the covariance."""
+
+    @abstractmethod
+    def quadratic(self, vector: Tensor) -> Tensor:  # (..., P) -> (...)
+        """vector^T precision vector."""
+
+    @abstractmethod
+    def precision_matrix(self) -> Tensor:  # (P, P)
+        """The precision, dense."""
+
+    @abstractmethod
+    def covariance_matrix(self) -> Tensor:  # (P, P)
+        """The covariance, dense."""
+
+    @abstractmethod
+    def variance(self, jacobian: Jacobian) -> Tensor:  # (N, C)
+        """Variances of the outputs, diag(J Sigma J^T)."""
+
+    @abstractmethod
+    def covariance(self, jacobian: Jacobian) -> Tensor:  # (N, C, C)
+        """Covariance of each example's outputs, J Sigma J^T."""
+
+    @abstractmethod
+    def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:  # (N, C)
+        """J Sigma J^T v for one v per example, without the C x C matrix where that can be had."""
+
+    @abstractmethod
+    def joint(self, jacobian: Jacobian) -> Tensor:  # (N, C, N, C)
+        """Covariance of all examples' outputs together."""
+
+    @abstractmethod
+    def dense_variance(self, jacobians: Tensor) -> Tensor:  # (..., M, P) -> (..., M, M)
+        """J Sigma J^T for rows of a Jacobian that the user brings."""
+
+    @abstractmethod
+    def traces(self, groups: str) -> Traces:
+        """t[g] = tr(Sigma_gg) and m[g, h] = ||Sigma_gh||_F^2 (its diagonal alone where Sigma is block-diagonal).
+
+        `groups` is 'scalar' (all weights), 'layerwise' (a tensor each) or 'diag' (a weight each). What Newton's method
+        on the evidence needs, and all that it needs.
+        """
+
+
+class Curvature(ABC):
+    """H, factorised once."""
+
+    commutes: bool = (
+        True  # whether the prior enters as s H + D exactly, so that `traces` are the evidence's derivatives
+    )
+
+    @abstractmethod
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
+        """N(0, (s H + D)^-1); `precision` holds one scalar or one vector per block."""
+
+    @abstractmethod
+    def matrix(self) -> Tensor:  # (P, P)
+        """H, dense."""
+
+    def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
+        """The output variances under many Gaussians of this curvature, sharing the projections: (N, C) each."""
+        for gaussian in gaussians:
+            yield gaussian.variance(jacobian)
+
+
+class Structure(ABC):
+    """A way of keeping the curvature."""
+
+    name: str
+    prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
+
+    @abstractmethod
+    def sums(self, moments: Moments, layout: Layout) -> Sums:
+        """What one batch adds."""
+
+    @abstractmethod
+    def curvature(self, sums: Sums, layout: Layout) -> Curvature:
+        """H from the sums: eigendecompositions happen here, once per fit."""

@@ -1,0 +1,127 @@
+"""Block-diagonal: the tensors' blocks side by side, each of its own kind, independent of each other."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
+from laplace.structures.base import Curvature, Gaussian, Structure, Sums, Traces
+from laplace.structures.block import Block, BlockGaussian
+from laplace.weights.layout import Layout
+
+
+class BlockDiagonal(Structure):
+    """A structure of independent blocks: says only what one block is."""
+
+    @abstractmethod
+    def block_sums(self, moments: MomentsOf) -> Sums:
+        """What one batch adds to one tensor's sums."""
+
+    @abstractmethod
+    def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
+        """The factorised block of one tensor from its sums."""
+
+    def sums(self, moments: Moments, layout: Layout) -> Sums:
+        named = zip(layout.names, moments.parameters, strict=True)
+        return {f"{name}/{key}": value for name, m in named for key, value in self.block_sums(m).items()}
+
+    def curvature(self, sums: Sums, layout: Layout) -> BlockCurvature:
+        eigh, parts = Eigh(), {name: {} for name in layout.names}
+        for key, value in sums.items():
+            name, _, kind = key.rpartition("/")
+            parts[name][kind] = value
+        shapes = zip(layout.names, layout.shapes, strict=True)
+        return BlockCurvature([self.block(parts[name], shape, eigh) for name, shape in shapes], layout)
+
+
+class BlockCurvature(Curvature):
+    """H of independent blocks."""
+
+    def __init__(self, blocks: Sequence[Block], layout: Layout) -> None:
+        self.blocks, self.layout = list(blocks), layout
+        self.commutes = all(block.commutes for block in self.blocks)
+
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> BlockDiagonalGaussian:
+        pairs = zip(self.blocks, precision, strict=True)
+        return BlockDiagonalGaussian([b.gaussian(scale, d) for b, d in pairs], self.layout)
+
+    def matrix(self) -> Tensor:
+        return torch.block_diag(*[block.matrix() for block in self.blocks])
+
+
+class BlockDiagonalGaussian(Gaussian):
+    """Independent Gaussians, one per tensor."""
+
+    def __init__(self, blocks: Sequence[BlockGaussian], layout: Layout) -> None:
+        self.blocks, self.layout = list(blocks), layout
+
+    def logdet(self) -> Tensor:
+        return torch.stack([b.logdet() for b in self.blocks]).sum()
+
+    def color(self, eps: Tensor) -> Tensor:
+        return torch.cat([b.color(e) for b, e in self._with(eps)], -1)
+
+    def marginal_variances(self) -> Tensor:
+        return torch.cat([b.marginal_variances() for b in self.blocks])
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        return torch.stack([b.quadratic(v) for b, v in self._with(vector)]).sum(0)
+
+    def precision_matrix(self) -> Tensor:
+        return torch.block_diag(*[b.precision_matrix() for b in self.blocks])
+
+    def covariance_matrix(self) -> Tensor:
+        eyes = [torch.eye(size) for size in self.layout.sizes]
+        like = self.marginal_variances()
+        return torch.block_diag(*[b.covariance_times(e.to(like)) for b, e in zip(self.blocks, eyes, strict=True)])
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        return self._sum(jacobian, "variance")
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        return self._sum(jacobian, "covariance")
+
+    def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
+        return self._sum(jacobian, "product", v)
+
+    def joint(self, jacobian: Jacobian) -> Tensor:
+        return self._sum(jacobian, "joint")
+
+    def dense_variance(self, jacobians: Tensor) -> Tensor:
+        return torch.stack([b.covariance_times(j) @ j.mT for b, j in self._with(jacobians)]).sum(0)
+
+    def traces(self, groups: str) -> Traces:
+        pairs = [b.traces(each=groups == "diag") for b in self.blocks]
+        t = torch.cat([t.reshape(-1) for t, _ in pairs])
+        m = torch.cat([m.reshape(-1) for _, m in pairs])
+        return (t.sum(0, keepdim=True), m.sum(0, keepdim=True)) if groups == "scalar" else (t, m)
+
+    def _with(self, vector: Tensor) -> list[tuple[BlockGaussian, Tensor]]:
+        return list(zip(self.blocks, self.layout.split(vector), strict=True))
+
+    def _sum(self, jacobian: Jacobian, what: str, *args: Tensor) -> Tensor:
+        pairs = zip(self.blocks, jacobian.parameters, strict=True)
+        first, *rest = [block.outputs(part, what, *args) for block, part in pairs]
+        for other in rest:
+            first = first + other
+        return first
+
+
+class Eigh:
+    """Eigendecomposition of positive semi-definite matrices; equal ones (a layer's weight and bias) only once."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, tuple[Tensor, Basis]]] = []
+
+    def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
+        for other, result in self.seen:
+            if other.shape == matrix.shape and torch.equal(other, matrix):
+                return result
+        values, vectors = torch.linalg.eigh(matrix)
+        result = values.clamp(min=0), Basis(vectors)
+        self.seen.append((matrix, result))
+        return result

@@ -1,0 +1,68 @@
+"""Diagonal: of the whole curvature only sum of G^2, one number per weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from laplace.backprop.gradients import JacobianOf, MomentsOf
+from laplace.structures.base import Sums, Traces
+from laplace.structures.block import Block, BlockGaussian
+from laplace.structures.blockdiag import BlockDiagonal, Eigh
+
+
+class Diag(BlockDiagonal):
+    """A diagonal block per tensor."""
+
+    name = "diag"
+
+    def block_sums(self, moments: MomentsOf) -> Sums:
+        return {"diag": moments.squares()}
+
+    def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:
+        return DiagBlock(sums["diag"].clamp(min=0), shape)
+
+
+class DiagBlock(Block):
+    """diag(H) of one parameter tensor."""
+
+    def __init__(self, diagonal: Tensor, shape: tuple[int, ...]) -> None:
+        self.diagonal, self.shape = diagonal, shape
+
+    def gaussian(self, scale: Tensor, precision: Tensor) -> DiagGaussian:
+        return DiagGaussian(scale * self.diagonal + precision, self.shape)
+
+    def matrix(self) -> Tensor:
+        return self.diagonal.diag()
+
+
+class DiagGaussian(BlockGaussian):
+    """Independent weights."""
+
+    def __init__(self, precision: Tensor, shape: tuple[int, ...]) -> None:
+        self.precision, self.shape = precision, shape
+
+    def logdet(self) -> Tensor:
+        return self.precision.double().log().sum()
+
+    def color(self, eps: Tensor) -> Tensor:
+        return eps * self.precision.rsqrt()
+
+    def marginal_variances(self) -> Tensor:
+        return self.precision.reciprocal()
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        return (vector.square() * self.precision).sum(-1)
+
+    def precision_matrix(self) -> Tensor:
+        return self.precision.diag()
+
+    def covariance_times(self, vectors: Tensor) -> Tensor:
+        return vectors / self.precision
+
+    def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
+        variance = self.precision.reciprocal().reshape(self.shape[0], -1)
+        return getattr(jacobian, what)(variance, None, None, *args)
+
+    def traces(self, each: bool) -> Traces:
+        variance = self.precision.double().reciprocal()
+        return (variance, variance.square()) if each else (variance.sum(), variance.square().sum())

@@ -1,0 +1,157 @@
+"""Full: H = sum over n of J_n^T Lambda_n J_n, all weights together.
+
+With one prior precision for all weights the eigenbasis of H serves every prior; any other prior is a Cholesky
+factorisation of s H + D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Jacobian, Moments
+from laplace.errors import NumericalError
+from laplace.structures.base import Curvature, Gaussian, Structure, Sums, Traces
+from laplace.weights.layout import Layout
+
+
+class Full(Structure):
+    """The whole P x P matrix."""
+
+    name = "full"
+
+    def sums(self, moments: Moments, layout: Layout) -> Sums:
+        return {"H": moments.gram()}
+
+    def curvature(self, sums: Sums, layout: Layout) -> FullCurvature:
+        return FullCurvature(sums["H"], layout)
+
+
+class FullCurvature(Curvature):
+    """H and, once asked for, its eigendecomposition."""
+
+    def __init__(self, h: Tensor, layout: Layout) -> None:
+        self.h, self.layout = (h + h.T) / 2, layout
+
+    @cached_property
+    def eigh(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues, not below zero, and eigenvectors of H."""
+        values, vectors = torch.linalg.eigh(self.h)
+        return values.clamp(min=0), vectors
+
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
+        if all(d is precision[0] and d.numel() == 1 for d in precision):
+            values, vectors = self.eigh
+            return SpectralGaussian(scale * values + precision[0].reshape(()), vectors, self.layout)
+        sizes = self.layout.sizes
+        diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in zip(precision, sizes, strict=True)])
+        return CholeskyGaussian(scale * self.h + diagonal.to(self.h).diag(), self.layout)
+
+    def matrix(self) -> Tensor:
+        return self.h
+
+    def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
+        spectral = [g for g in gaussians if isinstance(g, SpectralGaussian)]
+        if len(spectral) < len(gaussians) or not spectral:
+            yield from super().sweep(jacobian, gaussians)
+            return
+        yield from jacobian.variance_in(self.eigh[1], torch.stack([g.eigenvalues.reciprocal() for g in spectral]))
+
+
+class _Dense(Gaussian):
+    """What both forms share: everything that goes through the dense covariance, computed once."""
+
+    layout: Layout
+
+    @cached_property
+    def sigma(self) -> Tensor:  # (P, P)
+        """The covariance."""
+        return self.covariance_matrix()
+
+    def marginal_variances(self) -> Tensor:
+        return self.sigma.diagonal()
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.variance(self.sigma)
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.covariance(self.sigma)
+
+    def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
+        return (self.covariance(jacobian) @ v.unsqueeze(-1)).squeeze(-1)
+
+    def joint(self, jacobian: Jacobian) -> Tensor:
+        return jacobian.joint(self.sigma)
+
+    def dense_variance(self, jacobians: Tensor) -> Tensor:
+        return jacobians @ self.sigma @ jacobians.mT
+
+    def traces(self, groups: str) -> Traces:
+        sigma = self.sigma.double()
+        t, m = sigma.diagonal(), sigma.square()
+        if groups == "diag":
+            return t, m
+        sizes = [self.layout.n_params] if groups == "scalar" else self.layout.sizes
+        t = torch.stack([part.sum() for part in t.split(sizes)])
+        m = torch.stack([part.sum(0) for part in m.split(sizes)])
+        return t, torch.stack([part.sum(1) for part in m.split(sizes, dim=1)], 1)
+
+
+class SpectralGaussian(_Dense):
+    """Covariance Q diag(1 / eigenvalues) Q^T."""
+
+    def __init__(self, eigenvalues: Tensor, vectors: Tensor, layout: Layout) -> None:
+        self.eigenvalues, self.vectors, self.layout = eigenvalues, vectors, layout
+
+    def logdet(self) -> Tensor:
+        return self.eigenvalues.double().log().sum()
+
+    def color(self, eps: Tensor) -> Tensor:
+        return (eps * self.eigenvalues.rsqrt()) @ self.vectors.T
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        return ((vector @ self.vectors).square() * self.eigenvalues).sum(-1)
+
+    def precision_matrix(self) -> Tensor:
+        return (self.vectors * self.eigenvalues) @ self.vectors.T
+
+    def covariance_matrix(self) -> Tensor:
+        return (self.vectors / self.eigenvalues) @ self.vectors.T
+
+    def traces(self, groups: str) -> Traces:
+        if groups != "scalar":
+            return super().traces(groups)
+        variances = self.eigenvalues.double().reciprocal()
+        return variances.sum().reshape(1), variances.square().sum().reshape(1)
+
+
+class CholeskyGaussian(_Dense):
+    """Precision L L^T."""
+
+    def __init__(self, precision: Tensor, layout: Layout) -> None:
+        self.precision, self.layout = precision, layout
+        self.root, failed = torch.linalg.cholesky_ex(precision)
+        if failed:
+            smallest = float(torch.linalg.eigvalsh(precision.detach().double())[0])
+            raise NumericalError(
+                f"the posterior precision is not positive definite in {precision.dtype}: its smallest eigenvalue is "
+                f"{smallest:.3g}. Raise the prior precision by at least {max(-2 * smallest, 0):.3g}, or use a float64 model."
+            )
+
+    def logdet(self) -> Tensor:
+        return 2 * self.root.diagonal().double().log().sum()
+
+    def color(self, eps: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.root.T, eps.T, upper=True).T
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        return (vector @ self.root).square().sum(-1)
+
+    def precision_matrix(self) -> Tensor:
+        return self.precision
+
+    def covariance_matrix(self) -> Tensor:
+        return torch.cholesky_inverse(self.root)

@@ -1,0 +1,38 @@
+"""`repr(la)`: what it is and what it has seen, on a few lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from laplace.laplace import Laplace
+
+
+def summary(la: Laplace) -> str:
+    """A readable description of a Laplace object, fitted or not."""
+    damping = getattr(la.structure, "damping", False)
+    rows = [
+        ("network", type(la.model).__name__),
+        ("likelihood", la.likelihood.name + (f", noise {_shown(la.sigma_noise)}" if la.likelihood.has_noise else "")),
+        ("structure", f"{la.structure.name}, curvature {la.curvature}" + (f", damping {damping!r}" if damping else "")),
+        ("prior", f"precision {_shown(la.prior_precision)}, mean {_shown(la.prior_mean)}"),
+    ]
+    if la.temperature != 1:
+        rows.append(("temperature", f"{la.temperature:g}"))
+    weights = la.subset_of_weights
+    if la.is_fitted:
+        weights += f": {', '.join(la.posterior.fit.layout.names)} ({la.n_params:,} weights)"
+        evidence = float(la.posterior.log_evidence.detach())
+        rows.append(("fitted", f"on {la.n_data:,} examples, {la.n_outputs} outputs, log evidence {evidence:.2f}"))
+    else:
+        rows.append(("fitted", "not yet: call la.fit(train_loader)"))
+    rows.insert(1, ("weights", weights))
+    return "Laplace(\n" + "".join(f"  {key:<12}{value}\n" for key, value in rows) + ")"
+
+
+def _shown(value: Tensor) -> str:
+    if value.numel() == 1:
+        return f"{float(value):.4g}"
+    return f"{value.numel()} values in [{float(value.min()):.3g}, {float(value.max()):.3g}]"

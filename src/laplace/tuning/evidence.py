@@ -1,0 +1,213 @@
+"""Prior precision and noise by maximal evidence: damped Newton in the logarithms.
+
+For positive semi-definite H, log Z is jointly concave in x_g = log delta_g of every group g of weights and z = log sigma.
+With P_g weights in group g, r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2, gamma = P - sum delta t,
+sigma entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher) and L the log-likelihood:
+
+    d/dx_g        = -1/2 [delta_g r_g + delta_g t_g - P_g]
+    d/dz          = L'/T + q gamma
+    d2/dx_g dx_h  = -1/2 [[g = h] delta_g (r_g + t_g) - delta_g delta_h m_gh]
+    d2/dx_g dz    = -q delta_g (t_g - sum_h delta_h m_gh)
+    d2/dz2        = L''/T - 2 q^2 sum_g delta_g (t_g - sum_h delta_h m_gh)
+
+so a step needs the posterior's traces and nothing else: eigenvalues where the prior commutes with H, one factorisation
+where it does not. A structure whose prior is split over its factors (damping) has no such form; there the same Newton
+iteration takes its derivatives from autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laplace.errors import BoundaryWarning, NumericalError, OptionError, UnsupportedError, warn
+from laplace.posterior import Posterior
+from laplace.prior import Prior
+
+BOUND = math.log(1e8)  # |log| of the smallest and largest precision and noise looked at
+_LONGEST_STEP = 3.0
+_TOLERANCE = 1e-9  # of the evidence, in what the next step would gain
+
+
+def maximise_evidence(
+    posterior: Posterior, groups: str, start: float, with_noise: bool, max_steps: int, verbose: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The prior precision, (), (B,) or (P,), and sigma of maximal evidence."""
+    structure = posterior.fit.structure
+    if groups not in structure.prior_structures:
+        allowed = ", ".join(map(repr, structure.prior_structures))
+        raise UnsupportedError(
+            f"{structure.name} has no form for prior_structure={groups!r}. It has: {allowed}; "
+            "a precision per weight needs hessian_structure='full' or 'diag'."
+        )
+    if with_noise and not posterior.fit.likelihood.has_noise:
+        name = posterior.fit.likelihood.name
+        raise OptionError(f"tune_sigma_noise=True is for regression; {name} has no noise to tune.")
+    n_groups = {"scalar": 1, "layerwise": len(posterior.fit.layout.names), "diag": posterior.fit.layout.n_params}[
+        groups
+    ]
+    x = torch.full((n_groups,), math.log(start), dtype=torch.float64, device=posterior.fit.mean.device)
+    if with_noise:
+        x = torch.cat([x, posterior.sigma.double().log().reshape(1)])
+    problem = _Problem(posterior, groups, with_noise)
+    x, steps = _newton(problem, x, max_steps, verbose)
+    _warn_at_bounds(problem, x, steps, max_steps)
+    precision = (x[:-1] if with_noise else x).exp().to(posterior.fit.mean)
+    sigma = x[-1].exp().to(posterior.fit.mean) if with_noise else posterior.sigma
+    return precision.squeeze(0) if groups == "scalar" else precision, sigma
+
+
+class _Problem:
+    """The evidence as a function of x = (log delta_1, ..., log delta_G [, log sigma])."""
+
+    def __init__(self, posterior: Posterior, groups: str, with_noise: bool) -> None:
+        self.posterior, self.groups, self.with_noise = posterior, groups, with_noise
+        fit, prior = posterior.fit, posterior.prior
+        offset = (fit.mean - prior.mean.detach().to(fit.mean)).double().square()
+        sizes = {"scalar": [fit.layout.n_params], "layerwise": fit.layout.sizes, "diag": [1] * fit.layout.n_params}[
+            groups
+        ]
+        if groups == "diag":
+            self.r, self.p = offset, torch.ones_like(offset)
+        else:
+            self.r = torch.stack([part.sum() for part in offset.split(sizes)])
+            self.p = torch.tensor(sizes, dtype=torch.float64, device=offset.device)
+        self.commutes = fit.curvature.commutes
+        self.q = 2.0 if fit.kind == "ef" else 1.0
+
+    def at(self, x: Tensor) -> Posterior:
+        """The posterior with these hyperparameters."""
+        delta = x[:-1] if self.with_noise else x
+        precision = delta.exp().to(self.posterior.fit.mean.dtype)
+        prior = Prior(
+            precision.squeeze(0) if self.groups == "scalar" else precision, self.posterior.prior.mean.detach()
+        )
+        sigma = x[-1].exp() if self.with_noise else self.posterior.sigma.detach()
+        return replace(self.posterior, prior=prior, sigma=sigma)
+
+    def step(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Evidence, gradient, and the Newton step in the free coordinates."""
+        if not self.commutes:
+            return self._step_by_autograd(x, free)
+        posterior = self.at(x)
+        delta = (x[:-1] if self.with_noise else x).exp()
+        t, m = posterior.gaussian.traces(self.groups)
+        gradient = -0.5 * (delta * (self.r + t) - self.p)
+        shrunk = delta * m if m.dim() == 1 else m @ delta  # sum_h m_gh delta_h
+        diagonal = 0.5 * delta * (self.r + t)
+        if m.dim() == 1:
+            diagonal, dense = diagonal - 0.5 * delta.square() * m, None
+        else:
+            dense = diagonal.diag() - 0.5 * delta.unsqueeze(1) * m * delta
+        if not self.with_noise:
+            return posterior.log_evidence, gradient, _solve(diagonal, dense, None, None, gradient, free)
+        slope, bend = self._noise(x[-1])
+        coupling = delta * (t - shrunk)
+        gamma = (self.p - delta * t).sum()
+        gradient = torch.cat([gradient, (slope + self.q * gamma).reshape(1)])
+        corner = -bend + 2 * self.q**2 * coupling.sum()
+        return posterior.log_evidence, gradient, _solve(diagonal, dense, self.q * coupling, corner, gradient, free)
+
+    def _noise(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """First and second derivative of (1/T) log p(D given mean) in z = log sigma."""
+        fit = self.posterior.fit
+        with torch.enable_grad():
+            z = z.detach().requires_grad_()
+            value = fit.likelihood.log_likelihood(fit.data, z.exp()) / self.posterior.temperature
+            (slope,) = torch.autograd.grad(value, z, create_graph=True)
+            (bend,) = torch.autograd.grad(slope, z)
+        return slope.detach(), bend.detach()
+
+    def _step_by_autograd(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            value = self.at(x).log_evidence
+            (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+            rows = [torch.autograd.grad(g, x, retain_graph=True)[0] for g in gradient]
+        values, vectors = torch.linalg.eigh(-torch.stack(rows))
+        convex = (vectors * values.abs().clamp(min=1e-6)) @ vectors.T  # a direction of ascent where it is not concave
+        gradient = gradient.detach()
+        return value.detach(), gradient, _solve(convex.diagonal(), convex, None, None, gradient, free)
+
+
+def _solve(
+    diagonal: Tensor, dense: Tensor | None, border: Tensor | None, corner: Tensor | None, gradient: Tensor, free: Tensor
+) -> Tensor:
+    """The Newton step of the free coordinates; an arrow-shaped matrix is never written out."""
+    step = torch.zeros_like(gradient)
+    if dense is not None:
+        if border is not None and corner is not None:
+            dense = torch.cat([torch.cat([dense, border[:, None]], 1), torch.cat([border, corner.reshape(1)])[None]])
+        index = free.nonzero().flatten()
+        ridge = 1e-12 * dense.diagonal().abs().max() * torch.eye(len(index), dtype=dense.dtype, device=dense.device)
+        step[index] = torch.linalg.solve(dense[index][:, index] + ridge, gradient[index])
+        return step
+    diagonal = diagonal.clamp(min=1e-300)
+    if border is None or corner is None:
+        step[free] = gradient[free] / diagonal[free]
+        return step
+    inner, last = free[:-1], bool(free[-1])
+    d, b, g = diagonal[inner], border[inner], gradient[:-1][inner]
+    dz = (
+        (gradient[-1] - (b * g / d).sum()) / (corner - (b.square() / d).sum()).clamp(min=1e-300)
+        if last
+        else gradient[-1] * 0
+    )
+    step[:-1][inner] = (g - b * dz) / d
+    step[-1] = dz
+    return step
+
+
+def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tuple[Tensor, int]:
+    """Damped Newton ascent inside the box |x| <= BOUND."""
+    free = torch.ones_like(x, dtype=torch.bool)
+    value, gradient, step = problem.step(x, free)
+    for number in range(max_steps):
+        held = ((x >= BOUND) & (gradient > 0)) | ((x <= -BOUND) & (gradient < 0))
+        if not torch.equal(~held, free):
+            free = ~held
+            value, gradient, step = problem.step(x, free)
+        if not value.isfinite() or not step.isfinite().all():
+            raise NumericalError(
+                f"the evidence is {float(value)} at prior precision {x.exp().tolist()[:5]}; nothing changed."
+            )
+        if verbose:
+            print(
+                f"step {number}: log evidence {float(value):.4f}, max |gradient| {float(gradient[free].abs().max()):.2e}"
+            )
+        if not free.any():
+            return x, number
+        if float(gradient @ step) < _TOLERANCE * max(1.0, abs(float(value))):
+            return (x + step).clamp(-BOUND, BOUND), number  # quadratic convergence: this last step is worth two
+        step = step * min(1.0, _LONGEST_STEP / float(step.abs().max()))
+        for _ in range(30):
+            candidate = (x + step).clamp(-BOUND, BOUND)
+            new = problem.step(candidate, free)
+            if new[0] >= value - 1e-12 * abs(float(value)):
+                break
+            step = step / 2
+        else:
+            return x, number
+        x, (value, gradient, step) = candidate, new
+    return x, max_steps
+
+
+def _warn_at_bounds(problem: _Problem, x: Tensor, steps: int, max_steps: int) -> None:
+    if steps == max_steps:
+        warn(f"the evidence had not converged after {max_steps} steps; give n_steps= a larger number.")
+    names = problem.posterior.fit.layout.names if problem.groups == "layerwise" else None
+    for side, where in (("infinity", x >= BOUND - 1e-6), ("0", x <= -BOUND + 1e-6)):
+        index = where.nonzero().flatten().tolist()
+        if not index:
+            continue
+        last = len(x) - 1 if problem.with_noise else -1
+        what = ["sigma_noise" if i == last else (names[i] if names else f"group {i}") for i in index[:3]]
+        reason = {"infinity": "weights that lie at their prior mean", "0": "weights without curvature"}[side]
+        warn(
+            f"the evidence sends {'sigma_noise' if what == ['sigma_noise'] else 'the prior precision'} to {side} for "
+            f"{len(index)} of {len(x)} values ({', '.join(what)}), as it does for {reason}; held at {math.exp(BOUND if side != '0' else -BOUND):g}.",
+            BoundaryWarning,
+        )

@@ -1,0 +1,7 @@
+"""Which parameters are uncertain."""
+
+from laplace.weights.changes import Snapshot, what_changed
+from laplace.weights.last_layer import LastLayer, find_last_layer
+from laplace.weights.layout import Layout
+
+__all__ = ["LastLayer", "Layout", "Snapshot", "find_last_layer", "what_changed"]

@@ -1,0 +1,33 @@
+"""Whether a network is still the one that was fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laplace.replica import unwrap
+from laplace.weights.last_layer import LastLayer
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where every parameter lay and how often it had been written to: a few integers, no copy."""
+
+    versions: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Snapshot:
+        """The network as it is now."""
+        return cls(tuple((p.data_ptr(), p._version) for p in unwrap(model).parameters()))
+
+
+def what_changed(model: nn.Module, weights: LastLayer, mean: Tensor, then: Snapshot | None) -> str | None:
+    """In words, what is no longer as it was when `mean` and `then` were taken; None where nothing is."""
+    now = weights.layout.join(weights.tensors(model)).to(mean)
+    if not torch.equal(now, mean):
+        return f"the uncertain weights of {weights.module!r} have changed"
+    if then is not None and Snapshot.of(model) != then:
+        return "weights of the network have been written to, moved or replaced"
+    return None

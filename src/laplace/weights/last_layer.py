@@ -1,0 +1,170 @@
+"""The last linear layer: the nn.Linear whose output is the network's output, found by running one example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from laplace.replica import replicate, unwrap
+from laplace.batches import Inputs
+from laplace.errors import ModelError, OptionError, choice, warn
+from laplace.weights.layout import Layout
+
+
+def _pick_first(h: Tensor) -> Tensor:  # (N, ..., D) -> (N, D)
+    return h.flatten(1, -2)[:, 0]
+
+
+def _pick_last(h: Tensor) -> Tensor:
+    return h.flatten(1, -2)[:, -1]
+
+
+def _average(h: Tensor) -> Tensor:
+    return h.flatten(1, -2).mean(1)
+
+
+REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "pick_first": _pick_first,
+    "pick_last": _pick_last,
+    "average": _average,
+}
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """Which layer it is, which of its tensors are uncertain, and what the network does with a sequence after it."""
+
+    module: str
+    layout: Layout
+    reduction: str | None = None
+
+    def layer(self, model: nn.Module) -> nn.Linear:
+        """The layer inside `model` (or inside a replica of it)."""
+        layer = unwrap(model).get_submodule(self.module)
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def tensors(self, model: nn.Module) -> list[Tensor]:
+        """The uncertain tensors, as they are in the network now."""
+        layer = self.layer(model)
+        return [getattr(layer, name.rpartition(".")[2]).detach() for name in self.layout.names]
+
+    def reduce(self, h: Tensor) -> Tensor:  # (N, ..., D) -> (N, D)
+        """Features or outputs of the layer with the dimensions between the first and the last taken away."""
+        return h if h.dim() == 2 or self.reduction is None else REDUCTIONS[self.reduction](h)
+
+
+def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reduction: str | None) -> LastLayer:
+    """The last layer by its name, or by one run of the network on `example`."""
+    if reduction is not None:
+        reduction = choice(reduction, REDUCTIONS, "feature_reduction")
+    if name is not None:
+        name = name.removeprefix("_orig_mod.")
+        _check_named(model, name)
+    calls, output = _record(model, example)
+    candidates = [call for call in calls if name is None or call.name == name]
+    for call in reversed(candidates):
+        reductions = [reduction] if reduction or call.output.dim() == output.dim() else list(REDUCTIONS)
+        for way in reductions:
+            if _matches(call.output, call.version, output, way):
+                if way != reduction:
+                    warn(
+                        f"the network reduces a sequence after its last layer {call.name!r}; taken: "
+                        f"feature_reduction={way!r}, which gives its output. Pass it to silence this."
+                    )
+                _check_called_once(call.name, calls)
+                return LastLayer(call.name, _uncertain(model, call.name), way)
+    raise ModelError(_not_found(name, calls, output))
+
+
+@dataclass
+class _Call:
+    name: str
+    output: Tensor
+    version: int
+
+
+def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
+    """All calls of linear layers in the order in which they were made, and the network's output."""
+    replica = replicate(model)
+    calls: list[_Call] = []
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                calls.append(_Call(name, output, output._version))
+
+        return hook
+
+    for name, module in replica.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(record(name))
+    with torch.inference_mode(False), torch.no_grad():
+        return calls, example.call(replica)
+
+
+def is_output(out: Tensor, version: int, f: Tensor) -> bool:
+    """Whether a layer's (reduced) output, of that version, is the network's output: the same memory, or equal values."""
+    if out.shape != f.shape or out._version != version:
+        return False
+    return out is f or out.data_ptr() == f.data_ptr() or torch.equal(out.to(f.dtype), f)
+
+
+def _matches(out: Tensor, version: int, f: Tensor, reduction: str | None) -> bool:
+    if reduction is None or out.dim() == 2:
+        return is_output(out, version, f)
+    return out._version == version and close(REDUCTIONS[reduction](out), f)
+
+
+def close(out: Tensor, f: Tensor) -> bool:
+    """Equal up to the order of additions in a mean."""
+    if out.shape != f.shape:
+        return False
+    eps = torch.finfo(f.dtype).eps
+    return torch.allclose(out.to(f.dtype), f, rtol=100 * eps, atol=100 * eps * float(f.abs().max()))
+
+
+def _uncertain(model: nn.Module, name: str) -> Layout:
+    layer = unwrap(model).get_submodule(name)
+    parameters = [(f"{name}.{key}" if name else key, p) for key, p in layer.named_parameters(recurse=False)]
+    trainable = [(key, p) for key, p in parameters if p.requires_grad]
+    if not trainable:
+        warn(f"all parameters of the last layer {name!r} have requires_grad=False; all are treated as uncertain.")
+    return Layout.of(trainable or parameters)
+
+
+def _check_named(model: nn.Module, name: str) -> None:
+    modules = dict(unwrap(model).named_modules())
+    linear = [n for n, m in modules.items() if isinstance(m, nn.Linear)]
+    if name not in modules:
+        raise OptionError(f"last_layer_name={name!r} is no module of the network. Its linear layers: {linear}.")
+    if not isinstance(modules[name], nn.Linear):
+        raise OptionError(
+            f"last_layer_name={name!r} is a {type(modules[name]).__name__}; needed is an nn.Linear. There are: {linear}."
+        )
+
+
+def _check_called_once(name: str, calls: list[_Call]) -> None:
+    times = sum(call.name == name for call in calls)
+    if times > 1:
+        raise ModelError(f"the last layer {name!r} is called {times} times in one run of the network; once is needed.")
+
+
+def _not_found(name: str | None, calls: list[_Call], output: Tensor) -> str:
+    fix = "Return the layer's output itself (softmax and the like belong to the likelihood), or pass last_layer_name=."
+    shape = tuple(output.shape)
+    if name is not None:
+        made = [tuple(c.output.shape) for c in calls if c.name == name]
+        found = f"its output has shape {made[-1]}, changed before it is returned" if made else "it was not called"
+        return f"the output of layer {name!r} is not the network's output of shape {shape}: {found}. {fix}"
+    if not calls:
+        return f"no nn.Linear was called in the network, whose output has shape {shape}. Its last layer must be an nn.Linear."
+    last = calls[-1]
+    return (
+        f"the network's output, of shape {shape}, is not the output of an nn.Linear. The last one called was {last.name!r} "
+        f"with output {tuple(last.output.shape)}; something changes it before it is returned. {fix}"
+    )

@@ -1,0 +1,103 @@
+"""The command line, run in this process."""
+
+import re
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+from laplace import cli, demo
+
+ROWS = ["accuracy", "NLL", "ECE", "Brier", "OOD confidence", "OOD AUROC"]
+ROW = re.compile(rf"^  ({'|'.join(ROWS)})\s+(\d\.\d{{3}})([* ])\s+(\d\.\d{{3}})([* ])   \S", re.MULTILINE)
+
+
+def short(**changes):
+    return demo.Settings(epochs=2, regression_epochs=50, **changes)
+
+
+def test_demo_prints_one_row_per_score_and_saves_both_figures(tmp_path, capsys):
+    demo.run(tmp_path, short())
+    printed = capsys.readouterr().out
+    assert [row[0] for row in ROW.findall(printed)] == ROWS
+    for name in ("reliability.png", "regression.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert str(tmp_path / name) in printed
+    assert printed.isascii()
+    assert max(map(len, printed.splitlines())) <= 100 + len(str(tmp_path))
+
+
+def test_demo_marks_the_better_value_of_each_row(tmp_path, capsys):
+    demo.run(tmp_path, short())
+    for name, before, mark_before, after, mark_after in ROW.findall(capsys.readouterr().out):
+        difference = float(after) - float(before)
+        gain = difference if name in ("accuracy", "OOD AUROC") else -difference
+        assert (mark_before == "*") == (gain < 0)
+        assert (mark_after == "*") == (gain > 0)
+
+
+def test_demo_repeats_itself_given_its_seed_and_leaves_torch_as_it_was(tmp_path, capsys):
+    torch.manual_seed(5)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    tables = []
+    for seed in (3, 3, 4):
+        demo.run(tmp_path, short(seed=seed))
+        tables.append(ROW.findall(capsys.readouterr().out))
+    assert tables[0] == tables[1] != tables[2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.slow
+def test_demo_command_shows_a_better_calibrated_network_and_doubt_in_the_gap(tmp_path, capsys):
+    assert cli.main(["demo", "--out", str(tmp_path / "new" / "folder"), "--seed", "1"]) == 0
+    printed = capsys.readouterr().out
+    scores = {name: (float(before), float(after)) for name, before, _, after, _ in ROW.findall(printed)}
+    for name in ("NLL", "ECE", "Brier", "OOD confidence"):
+        before, after = scores[name]
+        assert after < before
+    seen, gap = (float(re.search(pattern, printed)[1]) for pattern in (r"(\S+) where there is", r"(\S+) in the gap"))
+    assert gap > 3 * seen
+    assert (tmp_path / "new" / "folder" / "reliability.png").exists()
+
+
+@pytest.mark.parametrize(("module", "package"), [("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")])
+def test_missing_package_is_named_with_the_extra_to_install(module, package, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    assert message == f"laplace: the demo needs {package}: pip install 'laplace-redux[demo]'\n"
+
+
+def test_output_that_cannot_be_a_directory_is_refused_before_training(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main(["demo", "--out", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert str(file) in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("noise", ["-1", "inf", "much"])
+def test_bad_noise_is_refused(noise, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", f"--noise={noise}"])
+    assert stopped.value.code == 2
+    assert "--noise" in capsys.readouterr().err
+
+
+def test_version_is_that_of_the_installed_distribution(monkeypatch, capsys):
+    monkeypatch.setattr(metadata, "version", {"laplace-redux": "1.2.3"}.__getitem__)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == "laplace 1.2.3\n"
+
+
+def test_no_command_prints_help(capsys):
+    assert cli.main([]) == 0
+    assert "demo" in capsys.readouterr().out
