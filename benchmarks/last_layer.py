@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final
 
 import machine
-import networks
 import torch
-from measure import best_seconds, peak_memory, use_one_thread
+from measure import Work, best_seconds, peak_memory, use_one_thread
 from report import Result, save, table
 from torch import Tensor, nn
 
+import networks
 from laplace import Laplace
 
 RESULTS = Path(__file__).parent / "results" / "last_layer.json"
@@ -33,6 +33,7 @@ def main() -> None:
     """Measure, print the table and write it to a file; cases that were asked for by name only where `--out` says."""
     options = _options()
     use_one_thread()
+    torch.manual_seed(0)
     results = [result for case in options.case or CASES for result in CASES[case](options.repeats)]
     here = machine.describe()
     print(f"{here}\n\n{table(results)}\n\n{NOTES.format(repeats=options.repeats)}")
@@ -44,14 +45,14 @@ def main() -> None:
 
 def lenet_kron(repeats: int) -> list[Result]:
     """Ten classes, Kronecker factors."""
-    problem = Problem("LeNet, 10 classes, kron", networks.lenet(), _batches((1, 28, 28), 10, 4000, 128), "kron", repeats)
-    return [problem.fit(1.2, "3.5"), problem.predict(512, 1.2, "3.8"), problem.tune(0.1, "1.9")]
+    problem = _ten_classes("kron", repeats)
+    return [problem.fit(1.2, 3.5), problem.predict(512, 1.2, 3.8), problem.tune(0.1, 1.9)]
 
 
 def lenet_full(repeats: int) -> list[Result]:
     """Ten classes, all 850 weights together."""
-    problem = Problem("LeNet, 10 classes, full", networks.lenet(), _batches((1, 28, 28), 10, 4000, 128), "full", repeats)
-    return [problem.fit(4.0, "8.4"), problem.predict(256, 2.5, "8.0"), problem.tune(0.5, "5.6")]
+    problem = _ten_classes("full", repeats)
+    return [problem.fit(4.0, 8.4), problem.predict(256, 2.5, 8.0), problem.tune(0.5, 5.6)]
 
 
 def mlp_kron(repeats: int) -> list[Result]:
@@ -78,18 +79,18 @@ class Problem:
     structure: str
     repeats: int
 
-    def fit(self, ceiling: float, peer: str) -> Result:
+    def fit(self, ceiling: float, peer: float | str) -> Result:
         """A fit against one forward pass over the data."""
         inputs = [x for x, _ in self.batches]
         n = sum(map(len, inputs))
         return self._over_forward(f"fit {n}", inputs, lambda: self.fitted, ceiling, peer)
 
-    def predict(self, n: int, ceiling: float, peer: str) -> Result:
+    def predict(self, n: int, ceiling: float, peer: float | str) -> Result:
         """Probit predictions in one call against the forward pass of the same inputs."""
         x, la = torch.cat([x for x, _ in self.batches])[:n], self.fitted()
         return self._over_forward(f"predict {n}", [x], lambda: lambda: la(x), ceiling, peer)
 
-    def tune(self, ceiling: float, peer: str) -> Result:
+    def tune(self, ceiling: float, peer: float | str) -> Result:
         """The first tuning by evidence after a fit, in seconds."""
 
         def prepare() -> Callable[[], object]:
@@ -108,7 +109,7 @@ class Problem:
         return la
 
     def _over_forward(
-        self, what: str, inputs: Sequence[Tensor], work: Callable[[], Callable[[], object]], ceiling: float, peer: str
+        self, what: str, inputs: Sequence[Tensor], work: Work, ceiling: float, peer: float | str
     ) -> Result:
         seconds = best_seconds({"forward": lambda: lambda: _forward(self.model, inputs), "laplace": work}, self.repeats)
         ratio = seconds["laplace"] / seconds["forward"]
@@ -122,6 +123,11 @@ def fit_tune_predict() -> None:
     la = problem.fitted()
     la.optimize_prior_precision(method="marglik")
     la(problem.batches[0][0][:64])
+
+
+def _ten_classes(structure: str, repeats: int) -> Problem:
+    batches = _batches((1, 28, 28), 10, 4000, 128)
+    return Problem(f"LeNet, 10 classes, {structure}", networks.lenet(), batches, structure, repeats)
 
 
 def _thousand_classes(repeats: int) -> Problem:
@@ -146,7 +152,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="turns that compared things take, at least (default 5)")
     parser.add_argument("--out", type=Path, help=f"where to write the results (default {RESULTS.name} in results/)")
-    parser.add_argument("--case", action="append", choices=CASES, help="measure this case only; may be given repeatedly")
+    parser.add_argument("--case", action="append", choices=CASES, help="measure this case only; may be repeated")
     return parser.parse_args()
 
 

@@ -35,30 +35,28 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def best_seconds(works: Mapping[str, Work], repeats: int, at_least: float = 0.5) -> dict[str, float]:
+def best_seconds(works: Mapping[str, Work], repeats: int, at_least: float = 1.0) -> dict[str, float]:
     """The fewest CPU seconds that each work took, over turns of all of them.
 
     There are `repeats` turns, or as many as fill `at_least` seconds. Each work runs once before that, untimed.
     """
     for prepare in works.values():
         prepare()()
-    best = dict.fromkeys(works, math.inf)
-    turns, spent = 0, 0.0
-    while turns < repeats or spent < at_least:
+    best, turns = dict.fromkeys(works, math.inf), 0
+    start = time.process_time()
+    while turns < repeats or time.process_time() - start < at_least:
         for name, prepare in works.items():
-            seconds = _seconds(prepare())
-            best[name] = min(best[name], seconds)
-            spent += seconds
+            best[name] = min(best[name], _seconds(prepare()))
         turns += 1
     return best
 
 
 def peak_memory(work: Callable[[], object]) -> int:
     """Bytes resident at the peak of a fresh process that does nothing but import `work`'s module and call it."""
-    module = Path(inspect.getfile(work))
-    run = [sys.executable, "-c", f"import {module.stem}; {module.stem}.{work.__name__}()"]
-    launch = [sys.executable, "-c", _LAUNCH, *run]
-    done = subprocess.run(launch, check=True, stdout=subprocess.PIPE, text=True, cwd=module.parent)
+    file = Path(inspect.getfile(work)).resolve()
+    call = f"import sys; sys.path.insert(0, {str(file.parent)!r}); import {file.stem} as m; m.{work.__name__}()"
+    launch = [sys.executable, "-c", _LAUNCH, sys.executable, "-c", call]
+    done = subprocess.run(launch, check=True, stdout=subprocess.PIPE, text=True)
     return int(done.stdout) * _KILOBYTE
 
 

@@ -22,7 +22,7 @@ class Result:
     measured: float
     unit: str  # 'x forward', 's' or 'GB'
     ceiling: float
-    peer: str  # what laplace-torch needs
+    peer: float | str  # what laplace-torch needs, or why there is no number
     seconds: Mapping[str, float] = field(default_factory=dict)  # what a ratio was made of
 
     @property
@@ -51,5 +51,6 @@ def save(path: Path, results: Sequence[Result], machine: Machine) -> None:
 
 
 def _cells(result: Result) -> tuple[str, ...]:
-    measured, ceiling = (f"{value:#.3g} {result.unit}" for value in (result.measured, result.ceiling))
-    return result.case, result.what, measured, ceiling.replace(".00 ", " "), result.peer, result.verdict
+    measured, ceiling = f"{result.measured:#.3g} {result.unit}", f"{result.ceiling:g} {result.unit}"
+    peer = result.peer if isinstance(result.peer, str) else f"{result.peer:g} {result.unit}"
+    return result.case, result.what, measured, ceiling, peer, result.verdict

@@ -8,8 +8,9 @@ its `forward` names the mapping's keys (Hugging Face), and as one positional arg
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
         )
     if not isinstance(y, Tensor):
         raise InputError(
-            f"the labels of batch {index} are a {type(y).__name__}, not a tensor. Write torch.as_tensor(y)."
+            f"the labels of batch {index} are a {type(y).__name__}; needed is a tensor: torch.as_tensor(y)."
         )
     return Inputs(x, keys=keys), y
 
@@ -85,7 +86,7 @@ def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
 def training_batches(
     loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str
 ) -> Iterator[tuple[int, Inputs, Tensor]]:
-    """(index, inputs, labels) of each batch of a loader, the inputs on the network's device; empty batches are left out."""
+    """(index, inputs, labels) of each batch of a loader, the inputs on the network's device; no empty batches."""
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
         inputs, y = split(batch, keys, index)
@@ -108,7 +109,7 @@ def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: 
 
 
 def _bar(loader: Iterable[Any], progress: bool, what: str) -> Iterable[Any]:
-    total = len(loader) if isinstance(loader, Sized) else None
+    total = length_hint(loader, 0) or None  # a loader over an iterable dataset has a len() that fails
     return tqdm(loader, desc=what, total=total, disable=not progress, unit="batch", leave=False)
 
 

@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"laplace {_version()}")
     parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="commands", metavar="")
+    commands = parser.add_subparsers(title="commands", metavar="command")
     demo = commands.add_parser(
         "demo",
         help="train a small network, make it Bayesian, compare the two",

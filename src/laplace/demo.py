@@ -1,7 +1,9 @@
 """`laplace demo`: a classifier and a regressor, each before and after its last layer became Bayesian.
 
-The classifier's images have noise added because clean digits hold nothing to show: a network reads them with 98 %
-accuracy and honest confidence. The noise makes a task that the network overfits, as networks do on hard tasks.
+Both tasks were picked to show what the method is for, and the output says so. The images carry noise of sd 0.5 because
+the network overfits them and becomes overconfident. Over seeds 0 to 2, Laplace improves NLL and Brier from sd 0.4 up,
+ECE from 0.5 up; at 0, 0.2 and 0.3 the network is nearly calibrated and Laplace makes all three worse, while AUROC gains
+at every level. The regressor has one hidden layer; with two, the interval held 77, 22 and 98 % of the gap.
 """
 
 from __future__ import annotations
@@ -94,8 +96,8 @@ def _classification(out: Path, settings: Settings) -> Path:
         after = [la.predict(x).mean for x in (digits.x_test, digits.x_left_out)]
     _print_table(before, after, digits.y_test)
     if settings.noise:
-        print("  Laplace helps where a network is overconfident. On clean digits this one is not, and Laplace")
-        print("  makes it too cautious: see `laplace demo --noise 0`.")
+        print("  The default noise of 0.5 was picked because it makes the network overconfident. At 0.3 and below it")
+        print("  is not, and Laplace makes NLL, ECE and Brier worse: see `laplace demo --noise 0.3`, or 0.")
     print()
     bins = {
         "MAP": metrics.reliability(before[0], digits.y_test),
@@ -151,7 +153,9 @@ def _regression(out: Path, settings: Settings) -> Path:
     print(f"  Its own doubt about the curve, as a sd: {sd[seen].mean():.2f} where there is data (on average),")
     print(f"  {sd[grid.abs() < 1].max():.2f} in the gap (at most). Share of new points that its 95 % interval holds:")
     print(f"    in the gap, |x| < 1        {_compare_intervals(model, la, _uniform(2000, -1, 1))}")
-    print(f"    past the end, 3 < x < 3.5  {_compare_intervals(model, la, _uniform(2000, 3, 3.5))}\n")
+    print(f"    past the end, 3 < x < 3.5  {_compare_intervals(model, la, _uniform(2000, 3, 3.5))}")
+    print("  Doubt about the last layer alone is only as good as its features: it fails past the data's end,")
+    print("  and with a second hidden layer it often fails in the gap too.\n")
     path = out / "regression.png"
     title = "What the network does not know, and what is noise"
     plots.regression_band(grid, mean, sd, sigma, data=(x, y), truth=_curve(grid), title=title).savefig(path)

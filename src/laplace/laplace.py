@@ -141,7 +141,7 @@ class Laplace(Readable):
         *,
         generator: torch.Generator | None = None,
     ) -> Laplace:
-        """Run the network once over the data and keep the sums of its curvature; `override=False` adds to those there are.
+        """Run the network once over the data and keep the sums of its curvature; `override=False` adds to them.
 
         Batches are pairs `(x, y)` or mappings. `generator` is what curvature 'mc' and 'sketch' draw from. Where a batch
         is refused, the error names it and the posterior stays as it was.
@@ -252,15 +252,18 @@ class Laplace(Readable):
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor:  # (S, N, C)
-        """Draws of the outputs before the link. One draw of the weights serves all inputs, so that each draw is a smooth
-        function of x; `diagonal_output` draws every output on its own instead."""
+        """Draws of the outputs before the link.
+
+        One draw of the weights serves all inputs, so that each draw is a smooth function of x; `diagonal_output` draws
+        every output on its own instead.
+        """
         pred_type = pred_type_named(pred_type)
         whole_number(n_samples, "n_samples")
         with torch.set_grad_enabled(self.enable_backprop):
             forward = self._run(Inputs(x, model_kwargs, self._keys))
             if diagonal_output and pred_type == "glm":
                 outputs = predicting.linearised(self.posterior, forward, with_covariance=False)
-                return torch.cat(list(outputs.draws(n_samples, generator_or_none(generator))), 1)
+                return torch.cat(list(outputs.draws(Draws(n_samples, generator_or_none(generator)))), 1)
             return self._weight_draws(forward, n_samples, generator, exact=pred_type == "nn")
 
     def predictive_samples(
@@ -317,10 +320,10 @@ class Laplace(Readable):
         log_prior_prec_base: float = 10.0,
         tune_sigma_noise: bool = False,
     ) -> None:
-        """Set the prior precision to the one of maximal evidence ('marglik'), or of the lowest score on validation data.
+        """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
 
         'marglik' needs no validation data. Newton's method finds its one optimum in a few of at most `n_steps` steps
-        from `init_prior_prec`; `lr` is accepted and not needed. `tune_sigma_noise` finds the noise with it (regression).
+        from `init_prior_prec`; `lr` is accepted and not needed. `tune_sigma_noise` finds the noise of regression too.
         'gridsearch' (or 'CV') scores a grid of scalars on `val_loader`, by the predictive negative log-likelihood or by
         `loss`: a callable of (probabilities, y) or (mean, variance, y), or a metric object of torchmetrics.
         """
@@ -337,7 +340,7 @@ class Laplace(Readable):
                     raise OptionError("method='gridsearch' needs val_loader=, batches (x, y) that were not trained on.")
                 if groups != "scalar" or tune_sigma_noise:
                     raise UnsupportedError(
-                        "gridsearch tunes one prior precision for all weights; for others: method='marglik'."
+                        "gridsearch tunes one precision for all weights; for others: method='marglik'."
                     )
                 how = How(pred_type_named(pred_type), link_approx, whole_number(n_samples, "n_samples", 2), loss)
                 grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
@@ -428,8 +431,8 @@ class Laplace(Readable):
         if outside:
             self._warn_once(
                 "simplex",
-                f"the {link} approximation left the simplex for {outside} of {len(p)} inputs (variances too large for it); "
-                "clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
+                f"the {link} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
+                "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
             )
         return p
 
@@ -473,7 +476,8 @@ class Laplace(Readable):
 
     def _notice_changes(self) -> None:
         """Warn once where the network is no longer the one that was fitted."""
-        assert self._weights is not None and self._fitted is not None
+        assert self._weights is not None
+        assert self._fitted is not None
         changed = what_changed(self.model, self._weights, self._fitted.mean, self._snapshot)
         if changed:
             self._warn_once(

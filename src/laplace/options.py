@@ -9,7 +9,7 @@ import torch
 
 from laplace.curvature import CURVATURES
 from laplace.errors import OptionError, UnsupportedError, choice
-from laplace.structures import STRUCTURES, Structure
+from laplace.structures import STRUCTURES, Kron, Structure
 
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
@@ -18,7 +18,7 @@ def structure_named(name: str, damping: bool | str) -> Structure:
     """The structure of that name with its own options."""
     name = choice(name, STRUCTURES, "hessian_structure", to_come=("lowrank", "gp"))
     if name == "kron":
-        return STRUCTURES[name](damping)
+        return Kron(damping)
     if damping:
         raise OptionError(f"damping={damping!r} belongs to hessian_structure='kron'; {name} has the exact prior only.")
     return STRUCTURES[name]()

@@ -1,4 +1,4 @@
-"""The prior N(mu0, diag(delta)^-1): mean a scalar or a value per weight, precision a scalar, one per tensor, or per weight."""
+"""The prior N(mu0, diag(delta)^-1): a scalar or per-weight mean, a scalar, per-tensor or per-weight precision."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Prior:
         blocks, weights = len(layout.names), layout.n_params
         if self.precision.numel() not in (1, blocks, weights):
             raise OptionError(
-                f"prior_precision has {self.precision.numel()} values; allowed are 1, {blocks} (one per parameter tensor: "
-                f"{', '.join(layout.names)}) or {weights} (one per weight)."
+                f"prior_precision has {self.precision.numel()} values; allowed are 1, {blocks} (one per parameter "
+                f"tensor: {', '.join(layout.names)}) or {weights} (one per weight)."
             )
         if self.mean.numel() not in (1, weights):
             raise OptionError(
@@ -86,6 +86,8 @@ def positive(value: Tensor | float, what: str) -> Tensor:
 
 
 def _real(value: Tensor | float, what: str) -> Tensor:
+    if isinstance(value, bool):
+        raise OptionError(f"{what}={value!r}: a number or a tensor of numbers is needed.")
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -76,7 +76,7 @@ class Readable(ABC):
         return float(self._fit.data["loss"])
 
     @property
-    def H(self) -> Tensor | KroneckerMatrix:  # noqa: N802
+    def H(self) -> Tensor | KroneckerMatrix:
         """The curvature at unit noise: (P, P) for full, (P,) for diag, an object with to_matrix() for kron."""
         one = torch.ones((), dtype=self.mean.dtype, device=self.mean.device)
         zeros = [one * 0] * self.n_layers
@@ -153,12 +153,12 @@ class Readable(ABC):
             out = out + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
         return out
 
-    def functional_variance(self, Js: Tensor) -> Tensor:  # noqa: N803  (B, C, P) -> (B, C, C)
+    def functional_variance(self, Js: Tensor) -> Tensor:
         """J Sigma J^T of each example, for Jacobians that you bring."""
         self._check_weights(Js, "the Jacobian's last dimension")
         return self.posterior.gaussian.dense_variance(Js.to(self.mean))
 
-    def functional_covariance(self, Js: Tensor) -> Tensor:  # noqa: N803  (B, C, P) or (B*C, P) -> (B*C, B*C)
+    def functional_covariance(self, Js: Tensor) -> Tensor:
         """J Sigma J^T over all examples together, for Jacobians that you bring."""
         self._check_weights(Js, "the Jacobian's last dimension")
         return self.posterior.gaussian.dense_variance(Js.to(self.mean).flatten(0, -2))

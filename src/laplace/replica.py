@@ -49,8 +49,9 @@ def _rewire(value: Any, clones: dict[int, nn.Module]) -> Any:
         return clones[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in clones:
         return MethodType(value.__func__, clones[id(value.__self__)])
-    if type(value) in (list, tuple, set):
-        return type(value)(_rewire(item, clones) for item in value)
+    for container in (list, tuple, set):
+        if type(value) is container:
+            return container(_rewire(item, clones) for item in value)
     if isinstance(value, dict):
         copied = value.copy()
         for key, item in value.items():

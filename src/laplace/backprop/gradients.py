@@ -58,7 +58,7 @@ class Moments(Protocol):
 
 
 class JacobianOf(Protocol):
-    """One parameter's Jacobian J[n, c, (o, i)]; `variance` is R[o, i] in the basis left (x) right (None: the unit one)."""
+    """One parameter's Jacobian J[n, c, (o, i)]; `variance` is R[o, i] in the basis left (x) right (None: unit one)."""
 
     def variance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
         """diag(J R J^T), (N, C)."""
@@ -105,7 +105,10 @@ class Jacobian(Protocol):
 class Forward(Protocol):
     """One run of the network on a batch: its outputs, and what can be sent back from them."""
 
-    outputs: Tensor  # (N, C)
+    @property
+    def outputs(self) -> Tensor:
+        """What the network returned, (N, C)."""
+        ...
 
     def moments(self, curvature: OutputCurvature) -> Moments:
         """What the structures accumulate, for the vectors whose outer products sum to `curvature`."""

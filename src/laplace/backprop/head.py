@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from laplace.backprop.gradients import Basis
-from laplace.replica import replicate
 from laplace.batches import Inputs
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
+from laplace.replica import replicate
 from laplace.weights.last_layer import LastLayer, close, is_output
 
 _CHUNK = 2**24  # elements of an intermediate tensor
@@ -87,7 +87,7 @@ class HeadForward:
 
     def jacobian(self) -> HeadJacobian:
         """The Jacobian, whose rows are phi (x) e_c."""
-        return HeadJacobian(self.inputs, *self.outputs.shape)
+        return HeadJacobian(self.inputs, self.outputs.shape[0], self.outputs.shape[1])
 
     def linearised(self, steps: Tensor) -> Tensor:
         """The outputs are linear in the last layer: sum of step_W phi + step_b, (S, P) -> (S, N, C)."""

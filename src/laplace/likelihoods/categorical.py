@@ -22,8 +22,9 @@ class Categorical(Likelihood):
         super().check_outputs(f)
         if f.shape[1] < 2:
             raise InputError(
-                f"'classification' needs at least two logits; the network's output has shape {tuple(f.shape)}. Softmax of "
-                "one logit is 1 everywhere: give the network two outputs, torch.cat([zeros_like(f), f], -1) is the same model."
+                f"'classification' needs at least two logits; the network's output has shape {tuple(f.shape)}. Softmax "
+                "of one logit is 1 everywhere: give the network two outputs. torch.cat([zeros_like(f), f], -1) is the "
+                "same model."
             )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ class Categorical(Likelihood):
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= f.shape[1]:
             raise InputError(
-                f"class labels lie in [{low}, {high}]; with {f.shape[1]} outputs they must lie in [0, {f.shape[1] - 1}]."
+                f"class labels lie in [{low}, {high}]; {f.shape[1]} outputs need labels in [0, {f.shape[1] - 1}]."
             )
         return y
 

@@ -1,4 +1,4 @@
-"""Regression: y = f + sigma eps. Unit-noise formulas; sigma enters as a scale, so that it can be tuned after one fit."""
+"""Regression: y = f + sigma eps. Formulas at unit noise; sigma enters as a scale, and is tuned after one fit."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def decompose(
     outputs: OutputGaussian | OutputSamples,
     draws: Draws,
 ) -> tuple[Tensor, Tensor]:
-    """Epistemic (mutual information of label and weights) and aleatoric (expected entropy) parts of entropy(p), (N,) each.
+    """Epistemic (mutual information of label and weights) and aleatoric (expected entropy) part of entropy(p), (N,).
 
     Monte Carlo gives both parts of the entropy of the draws' own mean; where p comes from another approximation of the
     same integral, they are scaled so that their sum is the entropy of p.

@@ -20,7 +20,7 @@ class Prediction:
 
     distribution  a `torch.distributions` object with the observation noise included
     mean          E[y] for regression, (N, C); the class probabilities for classification, (N, C)
-    epistemic     what more data could take away: variance (N, C) of f, or the mutual information (N,) of y and the weights
+    epistemic     what more data could take away: variance (N, C) of f, or mutual information (N,) of y and weights
     aleatoric     what it could not: the noise variance (N, C), or the expected entropy (N,)
     """
 

@@ -11,4 +11,4 @@ from laplace.structures.kron import Kron
 
 STRUCTURES: Final[dict[str, type[Structure]]] = {"full": Full, "kron": Kron, "diag": Diag}
 
-__all__ = ["STRUCTURES", "Curvature", "Gaussian", "Structure", "Sums"]
+__all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Structure", "Sums"]

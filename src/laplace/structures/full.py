@@ -138,7 +138,7 @@ class CholeskyGaussian(_Dense):
             smallest = float(torch.linalg.eigvalsh(precision.detach().double())[0])
             raise NumericalError(
                 f"the posterior precision is not positive definite in {precision.dtype}: its smallest eigenvalue is "
-                f"{smallest:.3g}. Raise the prior precision by at least {max(-2 * smallest, 0):.3g}, or use a float64 model."
+                f"{smallest:.3g}. Raise the prior precision by {max(-2 * smallest, 0):.3g}, or use a float64 model."
             )
 
     def logdet(self) -> Tensor:

@@ -1,8 +1,8 @@
 """Kronecker factors: H = B (x) A with A = mean of a a^T and B = sum of g g^T, kept in their eigenbases.
 
-The prior is added exactly, in the eigenbasis: eigenvalues s beta_o alpha_i + delta. With `damping=True` it is split over
-the factors as in the paper, (s B + sqrt(delta) I) (x) (A + sqrt(delta) I); `damping='balanced'` divides and multiplies
-the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps the split close to the exact one.
+The prior is added exactly, in the eigenbasis: eigenvalues s beta_o alpha_i + delta. With `damping=True` it is split
+over the factors as in the paper, (s B + sqrt(delta) I) (x) (A + sqrt(delta) I); `damping='balanced'` divides and
+multiplies the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps the split close to the exact one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ class KronBlock(Block):
         self.alpha, self.right = eigh(sums["A"] / sums["count"].to(sums["A"]))
         self.beta, self.left = eigh(sums["B"])
         self.damping = damping if len(shape) > 1 else False
-
-    @property
-    def commutes(self) -> bool:
-        return not self.damping
+        self.commutes = not self.damping
 
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (O, I)
         """The precision's eigenvalues in the basis left (x) right."""

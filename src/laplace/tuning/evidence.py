@@ -1,8 +1,9 @@
 """Prior precision and noise by maximal evidence: damped Newton in the logarithms.
 
-For positive semi-definite H, log Z is jointly concave in x_g = log delta_g of every group g of weights and z = log sigma.
-With P_g weights in group g, r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2, gamma = P - sum delta t,
-sigma entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher) and L the log-likelihood:
+For positive semi-definite H, log Z is jointly concave in x_g = log delta_g of every group g of weights and in
+z = log sigma. With P_g weights in group g, r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2,
+gamma = P - sum delta t, sigma entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher), and L the
+log-likelihood:
 
     d/dx_g        = -1/2 [delta_g r_g + delta_g t_g - P_g]
     d/dz          = L'/T + q gamma
@@ -176,7 +177,7 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
             )
         if verbose:
             print(
-                f"step {number}: log evidence {float(value):.4f}, max |gradient| {float(gradient[free].abs().max()):.2e}"
+                f"step {number}: log evidence {float(value):.4f}, gradient {float((gradient * free).abs().max()):.1e}"
             )
         if not free.any():
             return x, number
@@ -198,16 +199,19 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
 def _warn_at_bounds(problem: _Problem, x: Tensor, steps: int, max_steps: int) -> None:
     if steps == max_steps:
         warn(f"the evidence had not converged after {max_steps} steps; give n_steps= a larger number.")
-    names = problem.posterior.fit.layout.names if problem.groups == "layerwise" else None
-    for side, where in (("infinity", x >= BOUND - 1e-6), ("0", x <= -BOUND + 1e-6)):
+    precisions = x[:-1] if problem.with_noise else x
+    names = problem.posterior.fit.layout.names if problem.groups == "layerwise" else ()
+    for side, reason, where in (
+        ("infinity", "weights that lie at their prior mean", precisions >= BOUND - 1e-6),
+        ("0", "weights without curvature", precisions <= -BOUND + 1e-6),
+    ):
         index = where.nonzero().flatten().tolist()
-        if not index:
-            continue
-        last = len(x) - 1 if problem.with_noise else -1
-        what = ["sigma_noise" if i == last else (names[i] if names else f"group {i}") for i in index[:3]]
-        reason = {"infinity": "weights that lie at their prior mean", "0": "weights without curvature"}[side]
-        warn(
-            f"the evidence sends {'sigma_noise' if what == ['sigma_noise'] else 'the prior precision'} to {side} for "
-            f"{len(index)} of {len(x)} values ({', '.join(what)}), as it does for {reason}; held at {math.exp(BOUND if side != '0' else -BOUND):g}.",
-            BoundaryWarning,
-        )
+        if index:
+            shown = f" ({', '.join(names[i] for i in index[:3])})" if names else ""
+            warn(
+                f"the evidence sends {len(index)} of {len(precisions)} prior precisions{shown} to {side}, as it does "
+                f"for {reason}; held at {float(x[index[0]].exp()):g}.",
+                BoundaryWarning,
+            )
+    if problem.with_noise and float(x[-1].abs()) > BOUND - 1e-6:
+        warn(f"the evidence has no optimum in sigma_noise; held at {float(x[-1].exp()):g}.", BoundaryWarning)

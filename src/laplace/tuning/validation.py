@@ -66,7 +66,7 @@ def search_grid(
     if best in (0, len(grid) - 1) and len(grid) > 1:
         side, option = ("lower", "log_prior_prec_min") if best == 0 else ("upper", "log_prior_prec_max")
         warn(
-            f"the best prior precision {float(grid[best]):g} lies at the {side} edge of the grid; widen it with {option}=.",
+            f"the best prior precision {float(grid[best]):g} is the {side} edge of the grid; widen it with {option}=.",
             BoundaryWarning,
         )
     return float(grid[best]), values

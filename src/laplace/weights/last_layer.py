@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from laplace.replica import replicate, unwrap
 from laplace.batches import Inputs
 from laplace.errors import ModelError, OptionError, choice, warn
+from laplace.replica import replicate, unwrap
 from laplace.weights.layout import Layout
 
 
@@ -108,7 +108,7 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
 
 
 def is_output(out: Tensor, version: int, f: Tensor) -> bool:
-    """Whether a layer's (reduced) output, of that version, is the network's output: the same memory, or equal values."""
+    """Whether a layer's output, of that version, is the network's output: the same memory, or equal values."""
     if out.shape != f.shape or out._version != version:
         return False
     return out is f or out.data_ptr() == f.data_ptr() or torch.equal(out.to(f.dtype), f)
@@ -144,7 +144,7 @@ def _check_named(model: nn.Module, name: str) -> None:
         raise OptionError(f"last_layer_name={name!r} is no module of the network. Its linear layers: {linear}.")
     if not isinstance(modules[name], nn.Linear):
         raise OptionError(
-            f"last_layer_name={name!r} is a {type(modules[name]).__name__}; needed is an nn.Linear. There are: {linear}."
+            f"last_layer_name={name!r} is a {type(modules[name]).__name__}; an nn.Linear is needed: {linear}."
         )
 
 
@@ -162,9 +162,9 @@ def _not_found(name: str | None, calls: list[_Call], output: Tensor) -> str:
         found = f"its output has shape {made[-1]}, changed before it is returned" if made else "it was not called"
         return f"the output of layer {name!r} is not the network's output of shape {shape}: {found}. {fix}"
     if not calls:
-        return f"no nn.Linear was called in the network, whose output has shape {shape}. Its last layer must be an nn.Linear."
+        return f"no nn.Linear was called in the network (output {shape}), but its last layer must be one."
     last = calls[-1]
     return (
-        f"the network's output, of shape {shape}, is not the output of an nn.Linear. The last one called was {last.name!r} "
-        f"with output {tuple(last.output.shape)}; something changes it before it is returned. {fix}"
+        f"the network's output, of shape {shape}, is not the output of an nn.Linear. The last one called was "
+        f"{last.name!r} with output {tuple(last.output.shape)}; something changes it before it is returned. {fix}"
     )

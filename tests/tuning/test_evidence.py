@@ -1,0 +1,121 @@
+"""The evidence's optimum: stationary, the same as Adam's, MacKay's fixed point, bounded where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace import Laplace
+from laplace.errors import BoundaryWarning, OptionError, UnsupportedError
+from networks import cut, make
+
+CASES = [
+    (s, p) for s in ("full", "kron", "diag") for p in ("scalar", "layerwise", "diag") if (s, p) != ("kron", "diag")
+]
+
+
+def fitted(task, structure, **options):
+    model, x, y = make("mlp", task, n=60)
+    return Laplace(model, task, hessian_structure=structure, **options).fit(cut(x, y, 16))
+
+
+@pytest.mark.parametrize(("structure", "prior"), CASES)
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("curvature", ["ggn", "ef"])
+def test_the_optimum_is_stationary(structure, prior, task, curvature):
+    la = fitted(task, structure, curvature=curvature, temperature=0.8)
+    noisy = task == "regression"
+    la.optimize_prior_precision(prior_structure=prior, tune_sigma_noise=noisy)
+    precision = la.prior_precision.log().requires_grad_()
+    sigma = la.sigma_noise.log().requires_grad_()
+    value = la.log_marginal_likelihood(precision.exp(), sigma.exp() if noisy else None)
+    gradients = torch.autograd.grad(value, (precision, sigma) if noisy else (precision,))
+    at_edge = precision.detach().abs() > 18
+    assert float((gradients[0] * ~at_edge).abs().max()) < 1e-5
+    if noisy:
+        assert float(gradients[1].abs()) < 1e-5
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_newton_finds_what_a_long_run_of_adam_finds(structure):
+    la = fitted("regression", structure)
+    log_precision = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    log_sigma = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([log_precision, log_sigma], lr=0.05)
+    for _ in range(1500):
+        adam.zero_grad()
+        (-la.log_marginal_likelihood(log_precision.exp(), log_sigma.exp())).backward()
+        adam.step()
+    la.prior_precision, la.sigma_noise = 1.0, 1.0
+    la.optimize_prior_precision(prior_structure="layerwise", tune_sigma_noise=True)
+    torch.testing.assert_close(la.prior_precision.log(), log_precision.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(la.sigma_noise.log(), log_sigma.detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("start", [1e-6, 1.0, 1e6])
+def test_the_optimum_does_not_depend_on_the_start(start):
+    la = fitted("classification", "kron")
+    la.optimize_prior_precision(init_prior_prec=start, prior_structure="layerwise")
+    found = la.prior_precision
+    la.optimize_prior_precision(prior_structure="layerwise")
+    torch.testing.assert_close(found, la.prior_precision, rtol=1e-6, atol=0)
+
+
+def test_mackays_fixed_point_holds():
+    la = fitted("regression", "full")
+    la.optimize_prior_precision(tune_sigma_noise=True)
+    delta, sigma = float(la.prior_precision), float(la.sigma_noise)
+    gamma = la.n_params - delta * float(la.posterior_variance.sum())
+    assert delta == pytest.approx(gamma / float(la.mean.square().sum()), rel=1e-6)
+    assert sigma**2 == pytest.approx(2 * la.loss / (60 * 2 - gamma), rel=1e-6)
+
+
+@pytest.mark.parametrize("damping", [True, "balanced"])
+def test_a_damped_prior_is_tuned_to_a_stationary_point(damping):
+    la = fitted("regression", "kron", damping=damping)
+    la.optimize_prior_precision(prior_structure="layerwise", tune_sigma_noise=True)
+    precision, sigma = la.prior_precision.log().requires_grad_(), la.sigma_noise.log().requires_grad_()
+    value = la.log_marginal_likelihood(precision.exp(), sigma.exp())
+    for gradient in torch.autograd.grad(value, (precision, sigma)):
+        assert float(gradient.abs().max()) < 1e-5
+
+
+def test_a_bias_at_its_prior_mean_is_held_at_the_bound_and_warned_of():
+    model, x, y = make("mlp", "classification")
+    torch.nn.init.zeros_(model[2].bias)
+    la = Laplace(model, "classification").fit(cut(x, y, 8))
+    with pytest.warns(BoundaryWarning, match=r"2\.bias.*infinity"):
+        la.optimize_prior_precision(prior_structure="layerwise")
+    assert float(la.prior_precision[1]) == pytest.approx(1e8, rel=1e-5)
+    assert 1e-3 < float(la.prior_precision[0]) < 1e3
+
+
+def test_float32_finds_the_same_optimum():
+    model, x, y = make("mlp", "regression", n=60)
+    double = Laplace(model, "regression", hessian_structure="full").fit(cut(x, y, 16))
+    double.optimize_prior_precision(tune_sigma_noise=True)
+    single = Laplace(model.float(), "regression", hessian_structure="full").fit(cut(x.float(), y.float(), 16))
+    single.optimize_prior_precision(tune_sigma_noise=True)
+    assert float(single.prior_precision) == pytest.approx(float(double.prior_precision), rel=1e-3)
+    assert float(single.sigma_noise) == pytest.approx(float(double.sigma_noise), rel=1e-4)
+
+
+def test_verbose_prints_the_way_and_the_result(capsys):
+    la = fitted("classification", "kron")
+    la.optimize_prior_precision(verbose=True)
+    out = capsys.readouterr().out
+    assert "log evidence" in out
+    assert "prior precision" in out
+
+
+def test_what_cannot_be_tuned_is_said():
+    la = fitted("classification", "kron")
+    with pytest.raises(UnsupportedError, match=r"kron has no form.*'scalar', 'layerwise'.*'full' or 'diag'"):
+        la.optimize_prior_precision(prior_structure="diag")
+    with pytest.raises(OptionError, match="for regression"):
+        la.optimize_prior_precision(tune_sigma_noise=True)
+    with pytest.raises(OptionError, match=r"method='newton'.*'marglik', 'gridsearch'"):
+        la.optimize_prior_precision(method="newton")
+    with pytest.raises(OptionError, match=r"prior_structure='block'"):
+        la.optimize_prior_precision(prior_structure="block")
+    assert float(la.prior_precision) == 1

@@ -1,0 +1,151 @@
+"""The last layer is found by running one example, at any depth, through wrappers; or the error says what was found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from laplace import Laplace
+from laplace.errors import LaplaceWarning, ModelError, OptionError
+from networks import cut, make
+
+
+def names(la):
+    return list(la.posterior.fit.layout.names)
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        ("mlp", ["2.weight", "2.bias"]),
+        ("wrapped", ["inner.head.1.weight", "inner.head.1.bias"]),
+        ("residual", ["classifier.weight"]),
+        ("conv", ["fc.weight", "fc.bias"]),
+    ],
+)
+def test_it_is_found_at_any_depth(network, expected):
+    model, x, y = make(network, "classification")
+    assert names(Laplace(model, "classification").fit(cut(x, y, 8))) == expected
+
+
+def test_it_is_found_through_a_compiled_wrapper_and_data_parallel():
+    model, x, y = make("mlp", "classification")
+    plain = Laplace(model, "classification").fit(cut(x, y, 8))
+    for wrapper in (torch.compile(model), nn.DataParallel(model)):
+        la = Laplace(wrapper, "classification").fit(cut(x, y, 8))
+        torch.testing.assert_close(la(x), plain(x))
+
+
+class Sequence(nn.Module):
+    """A head applied to every position, of which the network returns a reduction."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.body, self.head, self.how = nn.Linear(3, 5), nn.Linear(5, 2), how
+
+    def forward(self, x):
+        return self.how(self.head(torch.tanh(self.body(x))))
+
+
+WAYS = {"pick_first": lambda o: o[:, 0], "pick_last": lambda o: o[:, -1], "average": lambda o: o.mean(1)}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_feature_reduction_is_what_the_network_does_after_its_head(way):
+    torch.manual_seed(0)
+    model = Sequence(WAYS[way]).double()
+    x, y = torch.randn(12, 4, 3, dtype=torch.float64), torch.randint(2, (12,))
+    la = Laplace(model, "classification", feature_reduction=way, hessian_structure="full").fit(cut(x, y, 5))
+    phi = WAYS[way](torch.tanh(model.body(x))).detach()
+    flat = nn.Sequential(model.head)
+    same = Laplace(flat, "classification", hessian_structure="full").fit(cut(phi, y, 5))
+    torch.testing.assert_close(la.H, same.H)
+    torch.testing.assert_close(la(x), same(phi))
+    with pytest.warns(LaplaceWarning, match=f"feature_reduction='{way}'"):
+        found = Laplace(model, "classification", hessian_structure="full").fit(cut(x, y, 5))
+    torch.testing.assert_close(found.H, same.H)
+
+
+def test_a_wrong_feature_reduction_is_an_error():
+    model = Sequence(WAYS["average"])
+    with pytest.raises(ModelError, match=r"not the output of an nn\.Linear"):
+        Laplace(model, "classification", feature_reduction="pick_first").fit(
+            [(torch.randn(4, 3, 3), torch.zeros(4, dtype=torch.long))]
+        )
+    with pytest.raises(OptionError, match=r"feature_reduction='max'.*'pick_first', 'pick_last', 'average'"):
+        Laplace(model, "classification", feature_reduction="max").fit(
+            [(torch.randn(4, 3, 3), torch.zeros(4, dtype=torch.long))]
+        )
+
+
+def test_it_can_be_named_and_a_wrong_name_lists_the_right_ones():
+    model, x, y = make("mlp", "classification")
+    assert names(Laplace(model, "classification", last_layer_name="2").fit(cut(x, y, 8))) == ["2.weight", "2.bias"]
+    with pytest.raises(OptionError, match=r"'head' is no module.*\['0', '2'\]"):
+        Laplace(model, "classification", last_layer_name="head").fit(cut(x, y, 8))
+    with pytest.raises(OptionError, match=r"'1' is a Tanh.*\['0', '2'\]"):
+        Laplace(model, "classification", last_layer_name="1").fit(cut(x, y, 8))
+    with pytest.raises(ModelError, match="'0' is not the network's output"):
+        Laplace(model, "classification", last_layer_name="0").fit(cut(x, y, 8))
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(-1), nn.ReLU(), nn.ReLU(inplace=True), nn.LayerNorm(3)])
+def test_something_after_the_linear_layer_is_an_error_that_says_what_to_do(last):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), last)
+    data = [(torch.randn(6, 4), torch.zeros(6, dtype=torch.long))]
+    with pytest.raises(ModelError, match=r"'0'.*Return the layer's output itself"):
+        Laplace(model, "classification").fit(data)
+
+
+def test_a_late_change_of_the_output_is_noticed_on_the_batch_where_it_happens():
+    class Rectified(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+            nn.init.eye_(self.fc.weight)
+            nn.init.zeros_(self.fc.bias)
+
+        def forward(self, x):
+            return self.fc(x).relu()
+
+    x = torch.rand(8, 2)
+    x[5] = -1  # the first examples pass the ReLU unchanged
+    with pytest.raises(ModelError, match="something changes it on the way"):
+        Laplace(Rectified(), "classification").fit(cut(x, torch.zeros(8, dtype=torch.long), 2))
+
+
+def test_a_network_without_a_linear_layer_is_an_error():
+    model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten())
+    with pytest.raises(ModelError, match=r"no nn\.Linear was called"):
+        Laplace(model, "classification").fit([(torch.randn(3, 1, 3), torch.zeros(3, dtype=torch.long))])
+
+
+def test_a_head_called_twice_is_an_error():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.fc(self.fc(x).tanh())
+
+    with pytest.raises(ModelError, match="called 2 times"):
+        Laplace(Twice(), "classification").fit([(torch.randn(3, 3), torch.zeros(3, dtype=torch.long))])
+
+
+def test_frozen_tensors_are_left_out_and_a_frozen_head_is_taken_whole():
+    model, x, y = make("mlp", "classification")
+    model[2].bias.requires_grad_(False)
+    la = Laplace(model, "classification").fit(cut(x, y, 8))
+    assert names(la) == ["2.weight"]
+    assert la(x).shape == (23, 3)
+    model[2].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(True)
+    la = Laplace(model, "classification", hessian_structure="full").fit(cut(x, y, 8))
+    assert names(la) == ["2.bias"]
+    assert la(x).shape == (23, 3)
+    model.requires_grad_(False)
+    with pytest.warns(LaplaceWarning, match="requires_grad=False"):
+        assert names(Laplace(model, "classification").fit(cut(x, y, 8))) == ["2.weight", "2.bias"]
