@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import machine
 import torch
-from measure import Work, best_seconds, peak_memory, use_one_thread
-from report import Result, save, table
 from torch import Tensor, nn
 
+import machine
 import networks
 from laplace import Laplace
+from measure import Work, best_seconds, peak_memory, use_one_thread
+from report import Result, save, table
 
 RESULTS = Path(__file__).parent / "results" / "last_layer.json"
 

@@ -37,4 +37,7 @@ def test_the_papers_listing_is_verbatim_and_differentiates():
         exec(source, names)  # noqa: S102
     assert names["prior_prec"].grad.isfinite()
     assert names["obs_noise"].grad.isfinite()
-    assert any("ml = la.marglik(prior_precision=prior_prec, \n                sigma_noise=obs_noise)" in b for b in blocks(PAGES[0]))
+    assert any(
+        "ml = la.marglik(prior_precision=prior_prec, \n                sigma_noise=obs_noise)" in b
+        for b in blocks(PAGES[0])
+    )

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Forward
+from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Inputs
 from laplace.curvature import CURVATURES
 from laplace.errors import InputError
@@ -15,6 +15,8 @@ from laplace.likelihoods.base import Likelihood
 from laplace.posterior import Fit
 from laplace.structures import Structure, Sums
 from laplace.weights.layout import Layout
+
+_HELD = 2**21  # numbers held back before their moments are taken
 
 
 class Engine(Protocol):
@@ -43,6 +45,7 @@ class Accumulator:
         self.sums: Sums = {}
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
+        self._pending: list[Moments] = []
 
     def add(self, inputs: Inputs, y: Tensor, index: int) -> None:
         """Run one batch and add what it leaves; nothing is added where the batch is refused."""
@@ -60,19 +63,30 @@ class Accumulator:
             )
         with torch.no_grad():
             curvature = CURVATURES[self.kind](self.likelihood, f, y, self.samples, self.generator)
-            _add(self.sums, self.structure.sums(forward.moments(curvature), self.layout))
+            self._pending.append(forward.moments(curvature))
             _add(self.data, self.likelihood.sums(f, y))
+            if sum(moments.held for moments in self._pending) > _HELD:
+                self._take()
         self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
 
     def fit(self, mean: Tensor) -> Fit:
         """What has been added, at the weights `mean`."""
+        with torch.no_grad():
+            self._take()
         counts = (self.n_data, self.n_outputs)
         return Fit(self.structure, self.likelihood, self.kind, self.layout, mean, self.sums, self.data, *counts)
+
+    def _take(self) -> None:
+        """Take the moments of the batches that were held back: one large product instead of many small ones."""
+        if self._pending:
+            first, *others = self._pending
+            _add(self.sums, self.structure.sums(first.merged(others) if others else first, self.layout))
+            self._pending = []
 
 
 def check_finite(f: Tensor, what: str) -> None:
     """Refuse NaN and infinity."""
-    if not f.isfinite().all():
+    if not f.sum().isfinite() and not f.isfinite().all():
         rows = (~f.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
         raise InputError(
             f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."

@@ -165,7 +165,7 @@ class Laplace(Readable):
         for index, inputs, y in chain([first], stream):
             sums.add(inputs, y, index)
         self._weights = weights
-        self._fitted = sums.fit(mean) if before is None else before.plus(sums.sums, sums.data, sums.n_data)
+        self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot, self._cached = Snapshot.of(self.model), None
         self._warned.discard("stale")
         return self

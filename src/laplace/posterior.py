@@ -37,9 +37,10 @@ class Fit:
         with torch.no_grad():
             return self.structure.curvature(self.sums, self.layout)
 
-    def plus(self, sums: Sums, data: Sums, n: int) -> Fit:
+    def plus(self, other: Fit) -> Fit:
         """With the sums of further data added."""
-        return replace(self, sums=added(self.sums, sums), data=added(self.data, data), n_data=self.n_data + n)
+        sums, data = added(self.sums, other.sums), added(self.data, other.data)
+        return replace(self, sums=sums, data=data, n_data=self.n_data + other.n_data)
 
     def to(self, device: torch.device | str) -> Fit:
         """The same on `device`."""

@@ -28,6 +28,26 @@ class Basis:
         return self.vectors.square().T.contiguous()
 
 
+class Spread:
+    """A covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T of one tensor's weights; None is the basis of unit vectors."""
+
+    def __init__(self, variances: Tensor, left: Basis | None = None, right: Basis | None = None) -> None:
+        self.variances, self.left, self.right = variances, left, right  # R: (O, I)
+        self._asked, self._by_output = 0, None
+
+    def by_output(self, n: int) -> Tensor | None:  # (I, O)
+        """M[i, c] = sum_o R[o, i] Q_B[c, o]^2, the variance that squared input i gives to output c.
+
+        Formed once it pays: from when it has been asked for at more examples, `n` at a time, than there are inputs.
+        """
+        if self.left is None:
+            return self.variances.T
+        self._asked += n
+        if self._by_output is None and self._asked > self.variances.shape[1] and not self.variances.requires_grad:
+            self._by_output = self.variances.T @ self.left.squares
+        return self._by_output
+
+
 class MomentsOf(Protocol):
     """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
 
@@ -48,6 +68,15 @@ class Moments(Protocol):
     """Second moments of all tracked parameters' gradients."""
 
     @property
+    def held(self) -> int:
+        """How many numbers are held until the moments are taken."""
+        ...
+
+    def merged(self, others: Sequence[Moments]) -> Moments:
+        """Those of this batch and of others as of one."""
+        ...
+
+    @property
     def parameters(self) -> Sequence[MomentsOf]:
         """One entry per parameter tensor, in the layout's order."""
         ...
@@ -58,22 +87,22 @@ class Moments(Protocol):
 
 
 class JacobianOf(Protocol):
-    """One parameter's Jacobian J[n, c, (o, i)]; `variance` is R[o, i] in the basis left (x) right (None: unit one)."""
+    """One parameter's Jacobian J[n, c, (o, i)], asked for the covariance that a `Spread` S of its weights gives."""
 
-    def variance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
-        """diag(J R J^T), (N, C)."""
+    def variance(self, spread: Spread) -> Tensor:
+        """diag(J S J^T), (N, C)."""
         ...
 
-    def covariance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
-        """J R J^T of each example, (N, C, C)."""
+    def covariance(self, spread: Spread) -> Tensor:
+        """J S J^T of each example, (N, C, C)."""
         ...
 
-    def product(self, variance: Tensor, left: Basis | None, right: Basis | None, v: Tensor) -> Tensor:
-        """J R J^T v of each example, v: (N, C) -> (N, C)."""
+    def product(self, spread: Spread, v: Tensor) -> Tensor:
+        """J S J^T v of each example, v: (N, C) -> (N, C)."""
         ...
 
-    def joint(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
-        """J R J^T over all examples together, (N, C, N, C)."""
+    def joint(self, spread: Spread) -> Tensor:
+        """J S J^T over all examples together, (N, C, N, C)."""
         ...
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.backprop.gradients import Basis
+from laplace.algebra import gram
+from laplace.backprop.gradients import Basis, Spread
 from laplace.batches import Inputs
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
@@ -25,23 +26,24 @@ _CHUNK = 2**24  # elements of an intermediate tensor
 
 
 class Head:
-    """Runs a network up to and through its last layer."""
+    """Runs a network up to and through its last layer, on a replica of its own."""
 
     def __init__(self, model: nn.Module, weights: LastLayer) -> None:
-        self.model, self.weights = model, weights
+        self.replica, self.weights = replicate(model), weights
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> HeadForward:
         """Features and outputs of a batch; gradients with respect to the inputs only `with_grad`."""
-        replica = replicate(self.model)
-        layer = self.weights.layer(replica)
         seen: list[tuple[Tensor, Tensor, int]] = []
 
         def capture(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             seen.append((args[0], output, output._version))
 
-        layer.register_forward_hook(capture)
-        with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
-            f = inputs.call(replica)
+        handle = self.weights.layer(self.replica).register_forward_hook(capture)
+        try:
+            with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
+                f = inputs.call(self.replica)
+        finally:
+            handle.remove()
         if len(seen) != 1:
             raise ModelError(
                 f"the last layer {self.weights.module!r} was called {len(seen)} times in one run; once is needed."
@@ -51,7 +53,7 @@ class Head:
         with torch.no_grad() if not with_grad else nullcontext():
             dtype = torch.promote_types(f.dtype, torch.float32)
             phi = self.weights.reduce(phi).to(dtype)
-        return HeadForward(f.to(dtype), phi, self.weights, [t.to(dtype) for t in self.weights.tensors(replica)])
+        return HeadForward(f.to(dtype), phi, self.weights, [t.to(dtype) for t in self.weights.tensors(self.replica)])
 
     def _check(self, out: Tensor, version: int, f: Tensor) -> None:
         if self.weights.reduction is None or out.dim() == 2:
@@ -111,6 +113,19 @@ class HeadMoments:
     n: int
 
     @property
+    def held(self) -> int:
+        return self.n * (sum(a.shape[1] for a in self.features) + self.curvature.held)
+
+    def merged(self, others: Sequence[HeadMoments]) -> HeadMoments:
+        parts = [self, *others]
+        features = [
+            torch.cat([part.features[i].expand(part.n, -1) for part in parts]) if len(a) > 1 or self.n == 1 else a
+            for i, a in enumerate(self.features)
+        ]
+        curvature = OutputCurvature.joined([part.curvature for part in parts])
+        return HeadMoments(features, curvature, sum(part.n for part in parts))
+
+    @property
     def parameters(self) -> list[HeadMomentsOf]:
         outputs = functools.cache(self.curvature.gram)
         return [HeadMomentsOf(a.expand(self.n, -1), self.curvature, self.n, outputs) for a in self.features]
@@ -122,7 +137,7 @@ class HeadMoments:
             u = self.curvature.vectors.flatten(0, 1)
             k = self.curvature.vectors.shape[0]
             rows = torch.cat([_outer(u, a.expand(self.n, -1).repeat(k, 1)) for a in self.features], 1)
-            total = rows.T @ rows if self.curvature.sign > 0 else (-rows.T) @ rows
+            total = gram(rows) if self.curvature.sign > 0 else gram(rows).neg_()
         if self.curvature.diagonal is not None:
             total = self._add_diagonal(total, self.curvature.diagonal)
         assert total is not None
@@ -155,7 +170,7 @@ class HeadMomentsOf:
     outputs: Callable[[], Tensor]  # (O, O), computed once for weight and bias
 
     def inputs(self) -> tuple[Tensor, int]:
-        return self.features.T @ self.features, self.n
+        return gram(self.features), self.n
 
     def squares(self) -> Tensor:
         return (self.curvature.squares().T @ self.features.square()).flatten()
@@ -236,34 +251,40 @@ class HeadJacobianOf:
     features: Tensor  # (N, I), or (1, I) where it is the same for all examples
     n: int
     c: int
-    _squares: dict[Basis | None, Tensor] = field(default_factory=dict)
+    _rotated: dict[Basis | None, Tensor] = field(default_factory=dict)  # squares of the rotated features
 
-    def variance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
-        w = self._weights(variance, right)
-        return (w if left is None else w @ left.squares).expand(self.n, self.c)
+    def variance(self, spread: Spread) -> Tensor:
+        by_output = spread.by_output(self.n)
+        if by_output is not None:
+            return (self._squares(spread.right) @ by_output).expand(self.n, self.c)
+        assert spread.left is not None
+        return (self._weights(spread) @ spread.left.squares).expand(self.n, self.c)
 
-    def covariance(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
-        w = self._weights(variance, right)
+    def covariance(self, spread: Spread) -> Tensor:
+        w, left = self._weights(spread), spread.left
         dense = w.diag_embed() if left is None else (left.vectors * w.unsqueeze(1)) @ left.vectors.T
         return dense.expand(self.n, self.c, self.c)
 
-    def product(self, variance: Tensor, left: Basis | None, right: Basis | None, v: Tensor) -> Tensor:
-        w = self._weights(variance, right)
+    def product(self, spread: Spread, v: Tensor) -> Tensor:
+        w, left = self._weights(spread), spread.left
         return v * w if left is None else ((v @ left.vectors) * w) @ left.vectors.T
 
-    def joint(self, variance: Tensor, left: Basis | None, right: Basis | None) -> Tensor:
-        a = self._rotate(right).expand(self.n, -1)
-        inner = torch.einsum("ni,oi,mi->nmo", a, variance, a)
+    def joint(self, spread: Spread) -> Tensor:
+        a, left = self._rotate(spread.right).expand(self.n, -1), spread.left
+        inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances, a)
         if left is None:
             dense = inner.diag_embed()
         else:
             dense = torch.einsum("co,nmo,do->nmcd", left.vectors, inner, left.vectors)
         return dense.transpose(1, 2).expand(self.n, self.c, self.n, self.c)
 
-    def _weights(self, variance: Tensor, right: Basis | None) -> Tensor:  # (N, O), or (1, O) for a bias
-        if right not in self._squares:
-            self._squares[right] = self._rotate(right).square()
-        return self._squares[right] @ variance.T
+    def _weights(self, spread: Spread) -> Tensor:  # (N, O), or (1, O) for a bias
+        return self._squares(spread.right) @ spread.variances.T
+
+    def _squares(self, right: Basis | None) -> Tensor:  # (N, I)
+        if right not in self._rotated:
+            self._rotated[right] = self._rotate(right).square()
+        return self._rotated[right]
 
     def _rotate(self, right: Basis | None) -> Tensor:
         return self.features if right is None else self.features @ right.vectors

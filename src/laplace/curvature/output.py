@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from laplace.algebra import gram
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,21 @@ class OutputCurvature:
     vectors: Tensor | None = None  # (K, N, C)
     sign: int = 1
 
+    @classmethod
+    def joined(cls, parts: Sequence[OutputCurvature]) -> OutputCurvature:
+        """That of several batches as of one; all parts are of one kind."""
+        diagonals = [part.diagonal for part in parts if part.diagonal is not None]
+        vectors = [part.vectors for part in parts if part.vectors is not None]
+        return cls(
+            torch.cat(diagonals) if diagonals else None, torch.cat(vectors, 1) if vectors else None, parts[0].sign
+        )
+
+    @property
+    def held(self) -> int:
+        """How many numbers are held per example."""
+        c = 0 if self.diagonal is None else self.diagonal.shape[1]
+        return c + (0 if self.vectors is None else self.vectors.shape[0] * self.vectors.shape[2])
+
     def squares(self) -> Tensor:  # (N, C)
         """The diagonal of Lambda_n."""
         total = self.diagonal
@@ -31,12 +49,14 @@ class OutputCurvature:
 
     def gram(self) -> Tensor:  # (C, C)
         """Lambda summed over the examples: one matrix product."""
-        total = None if self.diagonal is None else self.diagonal.sum(0).diag()
-        if self.vectors is not None:
-            u = self.vectors.flatten(0, 1)
-            outer = u.T @ u
-            total = self.sign * outer if total is None else torch.add(total, outer, alpha=self.sign)
-        assert total is not None
+        if self.vectors is None:
+            assert self.diagonal is not None
+            return self.diagonal.sum(0).diag()
+        total = gram(self.vectors.flatten(0, 1))
+        if self.sign < 0:
+            total = total.neg_()
+        if self.diagonal is not None:
+            total.diagonal().add_(self.diagonal.sum(0))
         return total
 
     def dense(self) -> Tensor:  # (N, C, C)

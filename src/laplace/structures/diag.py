@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from laplace.backprop.gradients import JacobianOf, MomentsOf
+from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.structures.base import Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
@@ -60,8 +60,7 @@ class DiagGaussian(BlockGaussian):
         return vectors / self.precision
 
     def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        variance = self.precision.reciprocal().reshape(self.shape[0], -1)
-        return getattr(jacobian, what)(variance, None, None, *args)
+        return getattr(jacobian, what)(Spread(self.precision.reciprocal().reshape(self.shape[0], -1)), *args)
 
     def traces(self, each: bool) -> Traces:
         variance = self.precision.double().reciprocal()

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import JacobianOf, MomentsOf
+from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.errors import OptionError
 from laplace.structures.base import Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
@@ -85,6 +85,11 @@ class KronGaussian(BlockGaussian):
         """R, the covariance's eigenvalues."""
         return self.eigenvalues.reciprocal()
 
+    @cached_property
+    def spread(self) -> Spread:
+        """The covariance as a Jacobian asks for it."""
+        return Spread(self.variances, self.block.left, self.block.right)
+
     def logdet(self) -> Tensor:
         return self.eigenvalues.double().log().sum()
 
@@ -105,7 +110,7 @@ class KronGaussian(BlockGaussian):
         return self._out(self._into(vectors) * self.variances)
 
     def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        return getattr(jacobian, what)(self.variances, self.block.left, self.block.right, *args)
+        return getattr(jacobian, what)(self.spread, *args)
 
     def traces(self, each: bool) -> Traces:
         variances = self.variances.double()

@@ -25,8 +25,8 @@ class Snapshot:
 
 def what_changed(model: nn.Module, weights: LastLayer, mean: Tensor, then: Snapshot | None) -> str | None:
     """In words, what is no longer as it was when `mean` and `then` were taken; None where nothing is."""
-    now = weights.layout.join(weights.tensors(model)).to(mean)
-    if not torch.equal(now, mean):
+    now = zip(weights.tensors(model), weights.layout.split(mean), strict=True)
+    if not all(torch.equal(t.to(m).flatten(), m) for t, m in now):
         return f"the uncertain weights of {weights.module!r} have changed"
     if then is not None and Snapshot.of(model) != then:
         return "weights of the network have been written to, moved or replaced"
