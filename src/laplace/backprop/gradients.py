@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -72,7 +72,7 @@ class Moments(Protocol):
         """How many numbers are held until the moments are taken."""
         ...
 
-    def merged(self, others: Sequence[Moments]) -> Moments:
+    def merged(self, others: Sequence[Any]) -> Moments:
         """Those of this batch and of others as of one."""
         ...
 

@@ -116,7 +116,7 @@ class HeadMoments:
     def held(self) -> int:
         return self.n * (sum(a.shape[1] for a in self.features) + self.curvature.held)
 
-    def merged(self, others: Sequence[HeadMoments]) -> HeadMoments:
+    def merged(self, others: Sequence[Any]) -> HeadMoments:
         parts = [self, *others]
         features = [
             torch.cat([part.features[i].expand(part.n, -1) for part in parts]) if len(a) > 1 or self.n == 1 else a
