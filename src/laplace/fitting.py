@@ -63,10 +63,11 @@ class Accumulator:
             )
         with torch.no_grad():
             curvature = CURVATURES[self.kind](self.likelihood, f, y, self.samples, self.generator)
-            self._pending.append(forward.moments(curvature))
+            for moments in forward.moments(curvature):
+                self._pending.append(moments)
+                if sum(moments.held for moments in self._pending) > _HELD:
+                    self._take()
             _add(self.data, self.likelihood.sums(f, y))
-            if sum(moments.held for moments in self._pending) > _HELD:
-                self._take()
         self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
 
     def fit(self, mean: Tensor) -> Fit:

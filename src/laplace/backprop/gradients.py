@@ -1,13 +1,13 @@
 """The words between the engine and those who listen to it.
 
-For a tracked parameter with input a[n, i] and vectors v[k, n] sent back as g[k, n, o], the per-example gradient is
-G[k, n] = g[k, n] a[n]^T. While fitting, structures ask for second moments of G over a batch; while predicting, the v
+For a tracked parameter with input a[n, t, i] and vectors v[k, n] sent back as g[k, n, t, o], the per-example gradient is
+G[k, n] = sum over positions t of g[k, n, t] a[n, t]^T. While fitting, structures ask for second moments of G over a batch; while predicting, the v
 are the unit vectors of output space and posteriors ask what variance G gives to each output. G itself is not formed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,34 +17,34 @@ from laplace.curvature.output import OutputCurvature
 
 
 class Basis:
-    """An orthonormal basis Q (columns) that remembers its elementwise square."""
+    """Orthonormal bases Q (columns), one per group, that remember their elementwise square."""
 
-    def __init__(self, vectors: Tensor) -> None:  # (D, D)
+    def __init__(self, vectors: Tensor) -> None:  # (Gr, D, D)
         self.vectors = vectors
 
     @cached_property
-    def squares(self) -> Tensor:  # (D, D), [k, c] = Q[c, k]^2
+    def squares(self) -> Tensor:  # (Gr, D, D), [k, c] = Q[c, k]^2
         """The transposed elementwise square: weights per basis vector times this are weights per output."""
-        return self.vectors.square().T.contiguous()
+        return self.vectors.square().mT.contiguous()
 
 
 class Spread:
     """A covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T of one tensor's weights; None is the basis of unit vectors."""
 
     def __init__(self, variances: Tensor, left: Basis | None = None, right: Basis | None = None) -> None:
-        self.variances, self.left, self.right = variances, left, right  # R: (O, I)
+        self.variances, self.left, self.right = variances, left, right  # R: (Gr, O, I)
         self._asked, self._by_output = 0, None
 
-    def by_output(self, n: int) -> Tensor | None:  # (I, O)
+    def by_output(self, n: int) -> Tensor | None:  # (I, O), of a single group
         """M[i, c] = sum_o R[o, i] Q_B[c, o]^2, the variance that squared input i gives to output c.
 
         Formed once it pays: from when it has been asked for at more examples, `n` at a time, than there are inputs.
         """
         if self.left is None:
-            return self.variances.T
+            return self.variances[0].T
         self._asked += n
-        if self._by_output is None and self._asked > self.variances.shape[1] and not self.variances.requires_grad:
-            self._by_output = self.variances.T @ self.left.squares
+        if self._by_output is None and self._asked > self.variances.shape[2] and not self.variances.requires_grad:
+            self._by_output = self.variances[0].T @ self.left.squares[0]
         return self._by_output
 
 
@@ -52,15 +52,29 @@ class MomentsOf(Protocol):
     """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
 
     def inputs(self) -> tuple[Tensor, int]:
-        """sum of a a^T, (I, I), and over how many a."""
+        """sum of a a^T, (Gr, I, I), and over how many a."""
         ...
 
     def outputs(self) -> Tensor:
-        """sum of g g^T, (O, O)."""
+        """sum of g g^T, (Gr, O, O)."""
         ...
 
     def squares(self) -> Tensor:
-        """sum of G^2 elementwise, flat (O*I,)."""
+        """sum of G^2 elementwise, flat (p,)."""
+        ...
+
+    def gram(self) -> Tensor:
+        """sum of vec(G) vec(G)^T, (p, p)."""
+        ...
+
+    @property
+    def form(self) -> str:
+        """'kron' where the gradients are outer products, 'dense' where they are not."""
+        ...
+
+    @property
+    def first(self) -> bool:
+        """Whether these are the first vectors of their examples: inputs are counted once."""
         ...
 
 
@@ -139,12 +153,12 @@ class Forward(Protocol):
         """What the network returned, (N, C)."""
         ...
 
-    def moments(self, curvature: OutputCurvature) -> Moments:
-        """What the structures accumulate, for the vectors whose outer products sum to `curvature`."""
+    def moments(self, curvature: OutputCurvature) -> Iterator[Moments]:
+        """What the structures accumulate, for the vectors whose outer products sum to `curvature`, some at a time."""
         ...
 
-    def jacobian(self) -> Jacobian:
-        """What the posteriors ask, for the unit vectors of output space."""
+    def jacobian(self, outputs: Tensor | None = None) -> Jacobian:
+        """What the posteriors ask, for the unit vectors of output space (of the asked `outputs` alone)."""
         ...
 
     def linearised(self, steps: Tensor) -> Tensor:

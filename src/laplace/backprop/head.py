@@ -6,7 +6,7 @@ So one forward pass without autograd is all; every moment and covariance has a c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,11 +83,11 @@ class HeadForward:
         one = self.features.new_ones(1, 1)
         return [self.features if len(shape) == 2 else one for shape in self.weights.layout.shapes]
 
-    def moments(self, curvature: OutputCurvature) -> HeadMoments:
-        """Second moments for the vectors behind `curvature`."""
-        return HeadMoments(self.inputs, curvature, self.outputs.shape[0])
+    def moments(self, curvature: OutputCurvature) -> Iterator[HeadMoments]:
+        """Second moments for all the vectors behind `curvature` at once."""
+        yield HeadMoments(self.inputs, curvature, self.outputs.shape[0])
 
-    def jacobian(self) -> HeadJacobian:
+    def jacobian(self, outputs: Tensor | None = None) -> HeadJacobian:
         """The Jacobian, whose rows are phi (x) e_c."""
         return HeadJacobian(self.inputs, self.outputs.shape[0], self.outputs.shape[1])
 
@@ -127,8 +127,8 @@ class HeadMoments:
 
     @property
     def parameters(self) -> list[HeadMomentsOf]:
-        outputs = functools.cache(self.curvature.gram)
-        return [HeadMomentsOf(a.expand(self.n, -1), self.curvature, self.n, outputs) for a in self.features]
+        shared = functools.cache(self.curvature.gram)
+        return [HeadMomentsOf(a.expand(self.n, -1), self.curvature, self.n, shared) for a in self.features]
 
     def gram(self) -> Tensor:
         """sum over n of Lambda_n (x) (phi phi^T), (P, P): one product of rows u (x) phi, one of d-weighted features."""
@@ -167,10 +167,18 @@ class HeadMomentsOf:
     features: Tensor  # (N, I)
     curvature: OutputCurvature
     n: int
-    outputs: Callable[[], Tensor]  # (O, O), computed once for weight and bias
+    shared: Callable[[], Tensor]  # (O, O), computed once for weight and bias
+
+    def outputs(self) -> Tensor:
+        return self.shared().unsqueeze(0)
+
+    form, first = "kron", True
 
     def inputs(self) -> tuple[Tensor, int]:
-        return gram(self.features), self.n
+        return gram(self.features).unsqueeze(0), self.n
+
+    def gram(self) -> Tensor:
+        return HeadMoments([self.features], self.curvature, self.n).gram()
 
     def squares(self) -> Tensor:
         return (self.curvature.squares().T @ self.features.square()).flatten()
@@ -258,28 +266,28 @@ class HeadJacobianOf:
         if by_output is not None:
             return (self._squares(spread.right) @ by_output).expand(self.n, self.c)
         assert spread.left is not None
-        return (self._weights(spread) @ spread.left.squares).expand(self.n, self.c)
+        return (self._weights(spread) @ spread.left.squares[0]).expand(self.n, self.c)
 
     def covariance(self, spread: Spread) -> Tensor:
         w, left = self._weights(spread), spread.left
-        dense = w.diag_embed() if left is None else (left.vectors * w.unsqueeze(1)) @ left.vectors.T
+        dense = w.diag_embed() if left is None else (left.vectors * w.unsqueeze(1)) @ left.vectors.mT
         return dense.expand(self.n, self.c, self.c)
 
     def product(self, spread: Spread, v: Tensor) -> Tensor:
         w, left = self._weights(spread), spread.left
-        return v * w if left is None else ((v @ left.vectors) * w) @ left.vectors.T
+        return v * w if left is None else ((v @ left.vectors[0]) * w) @ left.vectors[0].T
 
     def joint(self, spread: Spread) -> Tensor:
         a, left = self._rotate(spread.right).expand(self.n, -1), spread.left
-        inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances, a)
+        inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances[0], a)
         if left is None:
             dense = inner.diag_embed()
         else:
-            dense = torch.einsum("co,nmo,do->nmcd", left.vectors, inner, left.vectors)
+            dense = torch.einsum("co,nmo,do->nmcd", left.vectors[0], inner, left.vectors[0])
         return dense.transpose(1, 2).expand(self.n, self.c, self.n, self.c)
 
     def _weights(self, spread: Spread) -> Tensor:  # (N, O), or (1, O) for a bias
-        return self._squares(spread.right) @ spread.variances.T
+        return self._squares(spread.right) @ spread.variances[0].T
 
     def _squares(self, right: Basis | None) -> Tensor:  # (N, I)
         if right not in self._rotated:
@@ -287,7 +295,7 @@ class HeadJacobianOf:
         return self._rotated[right]
 
     def _rotate(self, right: Basis | None) -> Tensor:
-        return self.features if right is None else self.features @ right.vectors
+        return self.features if right is None else self.features @ right.vectors[0]
 
 
 def _outer(u: Tensor, a: Tensor) -> Tensor:  # (M, C), (M, I) -> (M, C * I)

@@ -60,7 +60,7 @@ class DiagGaussian(BlockGaussian):
         return vectors / self.precision
 
     def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        return getattr(jacobian, what)(Spread(self.precision.reciprocal().reshape(self.shape[0], -1)), *args)
+        return getattr(jacobian, what)(Spread(self.precision.reciprocal().reshape(1, self.shape[0] if self.shape else 1, -1)), *args)
 
     def traces(self, each: bool) -> Traces:
         variance = self.precision.double().reciprocal()

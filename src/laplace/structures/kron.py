@@ -33,31 +33,34 @@ class Kron(BlockDiagonal):
         self.damping = damping
 
     def block_sums(self, moments: MomentsOf) -> Sums:
-        gram, count = moments.inputs()
-        return {"A": gram, "B": moments.outputs(), "count": gram.new_tensor(count, dtype=torch.float64)}
+        sums = {"B": moments.outputs()}
+        if moments.first:
+            gram, count = moments.inputs()
+            sums |= {"A": gram, "count": gram.new_tensor(count, dtype=torch.float64)}
+        return sums
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> KronBlock:
         return KronBlock(sums, shape, self.damping, eigh)
 
 
 class KronBlock(Block):
-    """The two factors of one parameter tensor, O x I (a bias is O x 1 with A = 1)."""
+    """The two factors of one parameter tensor, O x I for each group (a bias is O x 1 with A = 1)."""
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
-        self.alpha, self.right = eigh(sums["A"] / sums["count"].to(sums["A"]))
-        self.beta, self.left = eigh(sums["B"])
+        self.alpha, self.right = eigh(sums["A"] / sums["count"].to(sums["A"]))  # (Gr, I)
+        self.beta, self.left = eigh(sums["B"])  # (Gr, O)
         self.damping = damping if len(shape) > 1 else False
         self.commutes = not self.damping
 
-    def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (O, I)
+    def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (Gr, O, I)
         """The precision's eigenvalues in the basis left (x) right."""
-        alpha, beta = self.alpha, (scale * self.beta).unsqueeze(1)
+        alpha, beta = self.alpha.unsqueeze(1), (scale * self.beta).unsqueeze(2)
         if not self.damping:
             return beta * alpha + delta
         root, pi = delta.sqrt(), 1.0
         if self.damping == "balanced":
-            pi = (alpha.mean() / beta.mean()).clamp(1e-12, 1e12).sqrt()
+            pi = (alpha.mean(2, True) / beta.mean(1, True)).clamp(1e-12, 1e12).sqrt()
         return (beta + root / pi) * (alpha + root * pi)
 
     def gaussian(self, scale: Tensor, precision: Tensor) -> KronGaussian:
@@ -69,9 +72,7 @@ class KronBlock(Block):
         return KronGaussian(self.eigenvalues(scale, precision.reshape(())), self)
 
     def matrix(self) -> Tensor:
-        a = (self.right.vectors * self.alpha) @ self.right.vectors.T
-        b = (self.left.vectors * self.beta) @ self.left.vectors.T
-        return torch.kron(b, a)
+        return KronGaussian(self.beta.unsqueeze(2) * self.alpha.unsqueeze(1), self).precision_matrix()
 
 
 class KronGaussian(BlockGaussian):
@@ -81,7 +82,7 @@ class KronGaussian(BlockGaussian):
         self.eigenvalues, self.block = eigenvalues, block
 
     @cached_property
-    def variances(self) -> Tensor:  # (O, I)
+    def variances(self) -> Tensor:  # (Gr, O, I)
         """R, the covariance's eigenvalues."""
         return self.eigenvalues.reciprocal()
 
@@ -97,14 +98,17 @@ class KronGaussian(BlockGaussian):
         return self._out(eps.unflatten(-1, self.eigenvalues.shape) * self.variances.sqrt())
 
     def marginal_variances(self) -> Tensor:
-        return (self.block.left.squares.T @ self.variances @ self.block.right.squares).flatten()
+        return (self.block.left.squares.mT @ self.variances @ self.block.right.squares).flatten()
 
     def quadratic(self, vector: Tensor) -> Tensor:
-        return (self._into(vector).square() * self.eigenvalues).sum((-2, -1))
+        return (self._into(vector).square() * self.eigenvalues).sum((-3, -2, -1))
 
     def precision_matrix(self) -> Tensor:
-        basis = torch.kron(self.block.left.vectors, self.block.right.vectors)
-        return (basis * self.eigenvalues.flatten()) @ basis.T
+        blocks = []
+        for left, right, values in zip(self.block.left.vectors, self.block.right.vectors, self.eigenvalues, strict=True):
+            basis = torch.kron(left, right)
+            blocks.append((basis * values.flatten()) @ basis.T)
+        return torch.block_diag(*blocks)
 
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return self._out(self._into(vectors) * self.variances)
@@ -116,8 +120,8 @@ class KronGaussian(BlockGaussian):
         variances = self.variances.double()
         return variances.sum(), variances.square().sum()
 
-    def _into(self, vectors: Tensor) -> Tensor:  # (..., p) -> (..., O, I)
-        return self.block.left.vectors.T @ vectors.unflatten(-1, self.eigenvalues.shape) @ self.block.right.vectors
+    def _into(self, vectors: Tensor) -> Tensor:  # (..., p) -> (..., Gr, O, I)
+        return self.block.left.vectors.mT @ vectors.unflatten(-1, self.eigenvalues.shape) @ self.block.right.vectors
 
-    def _out(self, matrices: Tensor) -> Tensor:  # (..., O, I) -> (..., p)
-        return (self.block.left.vectors @ matrices @ self.block.right.vectors.T).flatten(-2)
+    def _out(self, matrices: Tensor) -> Tensor:  # (..., Gr, O, I) -> (..., p)
+        return (self.block.left.vectors @ matrices @ self.block.right.vectors.mT).flatten(-3)
