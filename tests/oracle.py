@@ -131,3 +131,106 @@ def softmax_gaussian_integral(f: Tensor, covariance: Tensor, order: int = 40) ->
     w = torch.cartesian_prod(*[weights / weights.sum()] * c).reshape(-1, c).prod(1)
     values, vectors = torch.linalg.eigh(covariance)
     return w @ (f + grid @ (vectors * values.clamp(min=0).sqrt()).T).softmax(-1)
+
+
+def kron_all(
+    model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing: str = "expand"
+) -> dict[str, Tensor]:
+    """The Kronecker block of every weight and bias of Linear and Conv modules, one example and one output at a time.
+
+    expand: A the mean of a a^T over examples and positions, B the sum of g^T Lambda g over both; reduce: a averaged and g
+    summed over positions first. Biases: g summed over positions. Groups give one pair each.
+    """
+    blocks: dict[str, Tensor] = {}
+    modules = {k: m for k, m in model.named_modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))}
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {k: [] for k in modules}  # per example: a (T, Gr, I), g (C, T, Gr, O)
+    for one in x:
+        calls: list[tuple[str, Tensor, Tensor]] = []
+
+        def hook(name: str, args: tuple[Tensor, ...], out: Tensor, calls: list = calls) -> Tensor:
+            calls.append((name, args[0].detach().clone(), out))
+            return out.clone()  # what follows may write to it in place
+
+        handles = [m.register_forward_hook(lambda m, a, o, k=k: hook(k, a, o)) for k, m in modules.items()]  # noqa: B023
+        f = model(one.unsqueeze(0)).squeeze(0)
+        for handle in handles:
+            handle.remove()
+        for k, a, out in calls:
+            rows = [torch.autograd.grad(f[c], out, retain_graph=True)[0] for c in range(len(f))]
+            seen[k].append(_positions(modules[k], a, torch.stack(rows)))
+    for k, m in modules.items():
+        tied = [j for j, other in modules.items() if other.weight is m.weight and seen[j]]
+        if not tied or tied[0] != k:
+            continue
+        weight = _factors([seen[j] for j in tied], lam, sharing)
+        blocks[f"{k}.weight"] = torch.block_diag(*[torch.kron(bg, ag) for bg, ag in zip(*weight, strict=True)])
+        for j in tied:
+            flat = [gn.sum(1).flatten(1) for _, gn in _per_example([seen[j]], len(x))]
+            blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(flat, lam, strict=True))
+    return {name: blocks[name] for name in names if name in blocks}
+
+
+def _per_example(seen: list[list[tuple[Tensor, Tensor]]], n: int) -> list[tuple[Tensor, Tensor]]:
+    """All positions of each example: of several calls, and of several modules that share a weight."""
+    out = []
+    for i in range(n):
+        calls = [pair for calls in seen for pair in calls[i * len(calls) // n : (i + 1) * len(calls) // n]]
+        out.append((torch.cat([a for a, _ in calls]), torch.cat([g for _, g in calls], 1)))
+    return out
+
+
+def _factors(seen: list[list[tuple[Tensor, Tensor]]], lam: Tensor, sharing: str) -> tuple[Tensor, Tensor]:
+    """B (Gr, O, O) and A (Gr, I, I)."""
+    pairs = _per_example(seen, len(lam))
+    total = [torch.einsum("ctgo,cd,dsgp->tsgop", g, ln, g) for (_, g), ln in zip(pairs, lam, strict=True)]
+    if sharing == "expand":
+        b = torch.stack([torch.einsum("ttgop->gop", t) for t in total]).sum(0)
+        rows = torch.cat([a for a, _ in pairs])
+    else:
+        b = torch.stack([t.sum((0, 1)) for t in total]).sum(0)
+        rows = torch.stack([a.mean(0) for a, _ in pairs])
+    return b, torch.einsum("mgi,mgj->gij", rows, rows) / len(rows)
+
+
+def _positions(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, Gr, I) and (C, T, Gr, O) of one call on one example; patches are read off by one-hot kernels."""
+    if isinstance(module, nn.Linear):
+        return a.reshape(-1, 1, a.shape[-1]), g.reshape(len(g), -1, 1, g.shape[-1])
+    probe = type(module)(
+        module.in_channels, module.weight[0].numel() * module.groups, module.kernel_size, module.stride,
+        module.padding, module.dilation, module.groups, False, module.padding_mode, dtype=a.dtype,
+    )  # fmt: skip
+    size = module.weight[0].numel()
+    with torch.no_grad():
+        probe.weight.copy_(torch.eye(size, dtype=a.dtype).repeat(module.groups, 1).reshape(probe.weight.shape))
+        patches = probe(a).flatten(2).squeeze(0).unflatten(0, (module.groups, size))  # (Gr, I, T)
+    g = g.flatten(3).squeeze(1).unflatten(1, (module.groups, -1))  # (C, Gr, O, T)
+    return patches.permute(2, 0, 1), g.permute(0, 3, 1, 2)
+
+
+def curvature_all(model: nn.Module, names: list[str], x: Tensor, y: Tensor, task: str, kind: str = "ggn") -> tuple[Tensor, Tensor]:
+    """Lambda (N, C, C) and the full curvature sum of J^T Lambda J, (P, P)."""
+    f = model(x).detach()
+    if kind == "ggn":
+        lam = hessian_of_loss(task, f, y)
+    else:
+        s = scores(task, f, y)
+        lam = s.unsqueeze(2) * s.unsqueeze(1)
+    jac = jacobian_loop(model, names, x)
+    return lam, torch.einsum("ncp,ncd,ndq->pq", jac, lam, jac)
+
+
+def jacobian_loop(model: nn.Module, names: list[str], x: Tensor) -> Tensor:
+    """df/dtheta, one example and one output at a time, (N, C, P): slow, and works for any network."""
+    parameters = dict(model.named_parameters())
+    chosen = [parameters[k] for k in names]
+    rows = []
+    for one in x:
+        f = model(one.unsqueeze(0)).squeeze(0)
+        per_output = []
+        for c in range(len(f)):
+            grads = torch.autograd.grad(f[c], chosen, retain_graph=True, allow_unused=True)
+            flat = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen, strict=True)]
+            per_output.append(torch.cat([g.flatten() for g in flat]))
+        rows.append(torch.stack(per_output))
+    return torch.stack(rows)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from tqdm.auto import tqdm
 
 from laplace.errors import InputError, ModelError
@@ -40,23 +41,48 @@ class Inputs:
         """The same inputs on `device`."""
         return Inputs(_map_tensors(self.x, lambda t: t.to(device)), self.kwargs, self.keys)
 
-    def first(self) -> Inputs:
-        """The first example alone where every tensor has the same leading size; else the whole batch."""
-        sizes = {t.shape[0] if t.dim() else -1 for t in _tensors(self.x)}
-        if len(sizes) != 1 or min(sizes) < 1:
+    def normal_tensors(self) -> Inputs:
+        """The same with tensors that were made in inference mode copied, so that autograd can work on them."""
+        if not any(t.is_inference() for t in _tensors(self.x)):
             return self
-        return Inputs(_map_tensors(self.x, lambda t: t[:1]), self.kwargs, self.keys)
+        with torch.inference_mode(False):
+            return Inputs(_map_tensors(self.x, torch.clone), self.kwargs, self.keys)
+
+    @property
+    def size(self) -> int | None:
+        """The number of examples, where every tensor has the same leading size; else None."""
+        sizes = {t.shape[0] if t.dim() else 0 for t in _tensors(self.x)}
+        return sizes.pop() or None if len(sizes) == 1 else None
+
+    def part(self, start: int, stop: int) -> Inputs:
+        """Some of the examples; the whole batch where they cannot be told apart."""
+        if self.size is None:
+            return self
+        return Inputs(_map_tensors(self.x, lambda t: t[start:stop]), self.kwargs, self.keys)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors in x."""
+        return list(_tensors(self.x))
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
+        """The same with other tensors, in the order of `tensors()`."""
+        others = iter(tensors)
+        return Inputs(_map_tensors(self.x, lambda _: next(others)), self.kwargs, self.keys)
+
+    def call_with(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The network's logits with some parameters replaced; the network itself is not written to."""
+        args, named = self._arguments(model)
+        return logits(functional_call(model, dict(parameters), args, {**named, **self.kwargs}))
 
     def call(self, model: nn.Module) -> Tensor:
         """The network's logits on these inputs."""
-        if isinstance(self.x, Mapping):
-            if _takes_keywords(model, self.x):
-                named = {k: v for k, v in self.x.items() if k != self.keys.y}
-                return logits(model(**named, **self.kwargs))
-            return logits(model(self.x, **self.kwargs))
-        if isinstance(self.x, (tuple, list)):
-            return logits(model(*self.x, **self.kwargs))
-        return logits(model(self.x, **self.kwargs))
+        args, named = self._arguments(model)
+        return logits(model(*args, **named, **self.kwargs))
+
+    def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(self.x, Mapping) and _takes_keywords(model, self.x):
+            return (), {k: v for k, v in self.x.items() if k != self.keys.y}
+        return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
 
 
 def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:

@@ -6,7 +6,7 @@ any of them combine. This file only puts them together; laplace-torch's names ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -14,48 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from laplace import checkpoint
-from laplace.backprop import Forward, Head
-from laplace.batches import Inputs, Keys, device_of, prediction_batches, training_batches
-from laplace.draws import Draws, normals
-from laplace.errors import (
-    InputError,
-    LaplaceWarning,
-    NotFittedError,
-    OptionError,
-    StaleWarning,
-    UnsupportedError,
-    choice,
-    warn,
-)
+from laplace.backprop import Forward, Head, Network, Plan
+from laplace.batches import Inputs, Keys, device_of, training_batches
+from laplace.budget import DEFAULT, Budget
+from laplace.errors import InputError, LaplaceWarning, NotFittedError, OptionError, StaleWarning, UnsupportedError, choice, warn
 from laplace.fitting import Accumulator, check_finite
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.options import (
-    curvature_named,
-    generator_or_none,
-    method_named,
-    pred_type_named,
-    structure_named,
-    subset_named,
-    whole_number,
-)
+from laplace.options import curvature_named, method_named, pred_type_named, structure_named, subset_named, whole_number
 from laplace.posterior import Fit, Posterior
-from laplace.predictive import OutputGaussian, OutputSamples, Prediction, joined
-from laplace.predictive import predict as predicting
+from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, positive
 from laplace.reading import Readable
 from laplace.summary import summary
 from laplace.tuning import How, log_grid, maximise_evidence, search_grid
-from laplace.weights import LastLayer, Snapshot, find_last_layer, what_changed
-
-_MAX_COVARIANCE = 32  # outputs up to which `predict` computes covariances unasked
+from laplace.weights import AllWeights, LastLayer, Snapshot, find_all_weights, find_last_layer, what_changed
 
 
-class Laplace(Readable):
+class Laplace(Predictable, Readable):
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
     model              the trained network; it is never changed
     likelihood         'classification', 'regression', or a likelihood object
-    subset_of_weights  'last_layer'
+    subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
     hessian_structure  'kron', 'diag' or 'full'
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher)
     """
@@ -79,6 +59,8 @@ class Laplace(Readable):
         last_layer_name: str | None = None,
         feature_reduction: str | None = None,
         damping: bool | str = False,
+        weight_sharing: str = "expand",
+        memory_budget: int = DEFAULT,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -87,14 +69,16 @@ class Laplace(Readable):
         self.model = model
         self.likelihood = likelihood_named(likelihood)
         self.subset_of_weights = subset_named(subset_of_weights)
-        self.structure = structure_named(hessian_structure, damping)
+        self.structure = structure_named(hessian_structure, damping, weight_sharing)
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
         self.curvature_samples = whole_number(curvature_samples, "curvature_samples")
         self.temperature = float(positive(temperature, "temperature"))
         self.enable_backprop = enable_backprop
         self._keys = Keys(dict_key_x, dict_key_y)
         self._last_layer = (last_layer_name, feature_reduction)
-        self._weights: LastLayer | None = None
+        self._weights: LastLayer | AllWeights | None = None
+        self._plan: Plan | None = None
+        self._budget = Budget(memory_budget)
         self._fitted: Fit | None = None
         self._cached: Posterior | None = None
         self._snapshot: Snapshot | None = None
@@ -154,7 +138,7 @@ class Laplace(Readable):
         if not override and self._fitted is not None:
             self._notice_changes()
         before = None if override else self._fitted
-        engine = Head(self.model, weights)
+        engine = self._engine(weights) if before is not None else self._fresh_engine(weights)
         sums = Accumulator(
             engine, self.likelihood, self.structure, weights.layout, self.curvature, self.curvature_samples, generator
         )
@@ -164,127 +148,11 @@ class Laplace(Readable):
         self._prior.check(weights.layout)
         for index, inputs, y in chain([first], stream):
             sums.add(inputs, y, index)
-        self._weights = weights
+        self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot, self._cached = Snapshot.of(self.model), None
         self._warned.discard("stale")
         return self
-
-    # ---- predict -----------------------------------------------------------------------------------------------
-
-    def __call__(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        joint: bool = False,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The predictive at `x`, in laplace-torch's form.
-
-        Classification: probabilities (N, C), through `link_approx` ('probit', 'mc', 'bridge', 'bridge_norm', 'delta').
-        Regression: mean (N, C) and covariance of f (N, C, C), without observation noise; variances (N, C) with
-        `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`.
-        `pred_type='nn'` averages the network over `n_samples` draws of the weights instead of linearising it.
-        """
-        pred_type = pred_type_named(pred_type)
-        classifies = not self.likelihood.has_noise
-        whole_number(n_samples, "n_samples", 2 if pred_type == "nn" and not classifies else 1)
-        if classifies:
-            choice(link_approx, self.likelihood.links, "link_approx")
-        if joint and (classifies or pred_type == "nn"):
-            raise UnsupportedError(
-                "joint=True is for regression with pred_type='glm'. For others: functional_samples(x)."
-            )
-        with torch.set_grad_enabled(self.enable_backprop):
-            forward = self._run(Inputs(x, model_kwargs, self._keys))
-            if pred_type == "nn":
-                samples = self._weight_draws(forward, n_samples, generator)
-                return samples.softmax(-1).mean(0) if classifies else (samples.mean(0), samples.var(0))
-            if classifies:
-                return self._probabilities(forward, link_approx, n_samples, diagonal_output, generator)
-            if joint:
-                covariance = self.posterior.gaussian.joint(forward.jacobian())
-                return forward.outputs.flatten(), covariance.flatten(2).flatten(0, 1)
-            outputs = predicting.linearised(self.posterior, forward, with_covariance=not diagonal_output)
-            return outputs.mean, outputs.variance if outputs.covariance is None else outputs.covariance
-
-    def predict(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool | None = None,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = True,
-        **model_kwargs: Any,
-    ) -> Prediction:
-        """p(y given x, data) with observation noise, its summaries, and epistemic and aleatoric uncertainty apart.
-
-        `x` is a tensor, a mapping, a tuple of inputs, or a DataLoader (labels in it are not looked at). Covariances
-        between outputs are taken into account up to 32 outputs, or as `diagonal_output` says.
-        """
-        pred_type = pred_type_named(pred_type)
-        draws = Draws(whole_number(n_samples, "n_samples", 2), generator_or_none(generator))
-        with torch.set_grad_enabled(self.enable_backprop):
-            parts = [
-                self._predict(inputs, pred_type, link_approx, draws, diagonal_output)
-                for inputs in prediction_batches(x, self._keys, model_kwargs, progress_bar)
-            ]
-            if not parts:
-                raise InputError("the loader to predict on gave no batch.")
-            outputs = joined([outputs for outputs, _ in parts])
-            if self.likelihood.has_noise:
-                return predicting.regression(outputs, self._sigma)
-            p = torch.cat([p for _, p in parts if p is not None])
-            return predicting.classification(p, outputs, link_approx, draws)
-
-    def functional_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:  # (S, N, C)
-        """Draws of the outputs before the link.
-
-        One draw of the weights serves all inputs, so that each draw is a smooth function of x; `diagonal_output` draws
-        every output on its own instead.
-        """
-        pred_type = pred_type_named(pred_type)
-        whole_number(n_samples, "n_samples")
-        with torch.set_grad_enabled(self.enable_backprop):
-            forward = self._run(Inputs(x, model_kwargs, self._keys))
-            if diagonal_output and pred_type == "glm":
-                outputs = predicting.linearised(self.posterior, forward, with_covariance=False)
-                return torch.cat(list(outputs.draws(Draws(n_samples, generator_or_none(generator)))), 1)
-            return self._weight_draws(forward, n_samples, generator, exact=pred_type == "nn")
-
-    def predictive_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:  # (S, N, C)
-        """Draws of the predictive's parameters: outputs f for regression, class probabilities for classification."""
-        f = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
-        return self.likelihood.inverse_link(f)
-
-    @torch.no_grad()
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (S, P)
-        """Draws of the uncertain weights."""
-        whole_number(n_samples, "n_samples")
-        eps = normals((n_samples, self.n_params), self.mean, generator_or_none(generator))
-        return self.mean + self.posterior.gaussian.color(eps)
 
     # ---- evidence and tuning -----------------------------------------------------------------------------------
 
@@ -389,75 +257,54 @@ class Laplace(Readable):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _restore(self, fit: Fit, weights: LastLayer, prior: Prior, sigma: Tensor, temperature: float) -> None:
+    def _restore(self, fit: Fit, weights: LastLayer | AllWeights, prior: Prior, sigma: Tensor, temperature: float) -> None:
         self._sigma, self.temperature = self._checked_sigma(sigma), temperature
         self._fitted, self._weights, self._prior, self._cached, self._snapshot = fit, weights, prior, None, None
 
-    def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer:
+    def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer | AllWeights:
         if keep and self._weights is not None:
             return self._weights
-        return find_last_layer(self.model, inputs.first(), *self._last_layer)
+        if self.subset_of_weights == "all":
+            return find_all_weights(self.model)
+        return find_last_layer(self.model, inputs.part(0, 1), *self._last_layer)
 
-    def _run(self, inputs: Inputs) -> Forward:
+    def _engine(self, weights: LastLayer | AllWeights) -> Head | Network:
+        """What runs the network; the plan of a network is kept from one call to the next."""
+        if isinstance(weights, LastLayer):
+            return Head(self.model, weights)
+        reduce = getattr(self.structure, "weight_sharing", "expand") == "reduce"
+        return Network(self.model, weights, self._budget, self._plan, reduce)
+
+    def _fresh_engine(self, weights: LastLayer | AllWeights) -> Head | Network:
+        self._plan = None
+        return self._engine(weights)
+
+    def _runs(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         posterior = self.posterior
         self._notice_changes()
         assert self._weights is not None
-        forward = Head(self.model, self._weights).forward(inputs.to(device_of(self.model)), self.enable_backprop)
-        if forward.outputs.dim() != 2 or forward.outputs.shape[1] != posterior.fit.n_outputs:
-            raise InputError(
-                f"the outputs have shape {tuple(forward.outputs.shape)}; fitted on (N, {posterior.fit.n_outputs})."
-            )
-        check_finite(forward.outputs, "the network's outputs hold")
-        return forward
+        engine, inputs = self._engine(self._weights), inputs.to(device_of(self.model))
+        for part in [inputs] if whole else engine.chunks(inputs, posterior.fit.n_outputs):
+            forward = engine.forward(part, self.enable_backprop)
+            shape = tuple(forward.outputs.shape)
+            if len(shape) != 2 or shape[1] != posterior.fit.n_outputs:
+                raise InputError(f"the outputs have shape {shape}; fitted on (N, {posterior.fit.n_outputs}).")
+            check_finite(forward.outputs, "the network's outputs hold")
+            yield forward
+        if isinstance(engine, Network):
+            self._plan = engine.plan
 
-    def _weight_draws(
-        self, forward: Forward, n_samples: int, generator: torch.Generator | None, exact: bool = True
-    ) -> Tensor:  # (S, N, C)
-        gaussian, checked = self.posterior.gaussian, generator_or_none(generator)
-        return predicting.sampled(gaussian, forward, self.n_params, n_samples, checked, exact)
-
-    def _probabilities(
-        self,
-        forward: Forward,
-        link: str,
-        n_samples: int,
-        independent: bool,
-        generator: torch.Generator | None,
-        variance: Tensor | None = None,
-    ) -> Tensor:  # (N, C)
-        draws = Draws(n_samples, generator_or_none(generator))
-        f, jacobian = forward.outputs, forward.jacobian()
-        p, outside = predicting.probabilities(self.posterior, link, f, jacobian, draws, independent, variance)
-        if outside:
-            self._warn_once(
-                "simplex",
-                f"the {link} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
-                "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
-            )
-        return p
-
-    def _predict(
-        self, inputs: Inputs, pred_type: str, link: str, draws: Draws, independent: bool | None
-    ) -> tuple[OutputGaussian | OutputSamples, Tensor | None]:
-        """The outputs' distribution for one batch, and the class probabilities."""
-        forward = self._run(inputs)
-        if pred_type == "nn":
-            samples = OutputSamples(self._weight_draws(forward, draws.n, draws.generator))
-            return samples, None if self.likelihood.has_noise else samples.samples.softmax(-1).mean(0)
-        if independent is None:
-            independent = forward.outputs.shape[1] > _MAX_COVARIANCE
-        outputs = predicting.linearised(self.posterior, forward, with_covariance=not independent)
-        if self.likelihood.has_noise:
-            return outputs, None
-        return outputs, self._probabilities(forward, link, draws.n, independent, draws.generator, outputs.variance)
-
-    def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Iterable[tuple[Forward, Tensor]]:
+    def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[tuple[Forward, Tensor]]:
         for index, inputs, y in training_batches(loader, self.model, self._keys, progress_bar, "gridsearch"):
-            forward = self._run(inputs)
-            try:
-                yield forward, self.likelihood.check_targets(forward.outputs, y.to(forward.outputs.device))
-            except InputError as error:
-                raise InputError(f"validation batch {index}: {error}") from None
+            start = 0
+            for forward in self._runs(inputs):
+                f = forward.outputs
+                part = y if len(y) <= len(f) else y[start : start + len(f)]
+                start += len(f)
+                try:
+                    yield forward, self.likelihood.check_targets(f, part.to(f.device))
+                except InputError as error:
+                    raise InputError(f"validation batch {index}: {error}") from None
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:

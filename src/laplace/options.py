@@ -14,11 +14,12 @@ from laplace.structures import STRUCTURES, Kron, Structure
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 
-def structure_named(name: str, damping: bool | str) -> Structure:
+def structure_named(name: str, damping: bool | str, weight_sharing: str) -> Structure:
     """The structure of that name with its own options."""
     name = choice(name, STRUCTURES, "hessian_structure", to_come=("lowrank", "gp"))
+    weight_sharing = choice(weight_sharing, ["expand", "reduce"], "weight_sharing")
     if name == "kron":
-        return Kron(damping)
+        return Kron(damping, weight_sharing)
     if damping:
         raise OptionError(f"damping={damping!r} belongs to hessian_structure='kron'; {name} has the exact prior only.")
     return STRUCTURES[name]()
@@ -43,7 +44,7 @@ def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str,
 
 def subset_named(name: str) -> str:
     """Which weights are uncertain."""
-    return choice(name, ["last_layer"], "subset_of_weights", to_come=("all", "subnetwork"))
+    return choice(name, ["last_layer", "all"], "subset_of_weights", to_come=("subnetwork",))
 
 
 def pred_type_named(name: str) -> str:

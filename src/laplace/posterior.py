@@ -30,6 +30,7 @@ class Fit:
     data: Sums  # the likelihood's
     n_data: int
     n_outputs: int
+    linear: bool = True  # whether the outputs are linear in the uncertain weights, as in a last layer
 
     @cached_property
     def curvature(self) -> Curvature:

@@ -7,6 +7,7 @@ back after an exception, and other threads may use the network meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import MethodType
 from typing import Any
 
@@ -16,11 +17,20 @@ from torch.jit import ScriptModule
 from laplace.errors import ModelError
 
 
-def replicate(model: nn.Module) -> nn.Module:
-    """A copy of the module tree in eval mode, on the same parameters and buffers."""
+def replicate(model: nn.Module, tracked: Collection[str] | None = None) -> nn.Module:
+    """A copy of the module tree in eval mode, on the same buffers and parameters.
+
+    Where `tracked` names parameters, the replica's are its own tensors on the same memory, and those alone need gradients.
+    """
     model = unwrap(model)
-    clones: dict[int, nn.Module] = {}
+    clones: dict[int, Any] = {}
+    if tracked is not None:
+        for name, p in model.named_parameters():
+            own = name.replace("_orig_mod.", "") in tracked
+            clones[id(p)] = nn.Parameter(p.detach(), requires_grad=own)
     for module in model.modules():
+        if unwrap(module) is not module:
+            continue  # torch.compile around a part of the network: its inner module stands in for it, below
         if isinstance(module, ScriptModule):
             if module.training:
                 raise ModelError("a scripted module cannot be run in eval mode without changing it: call model.eval().")
@@ -28,6 +38,10 @@ def replicate(model: nn.Module) -> nn.Module:
         else:
             clones[id(module)] = module.__class__.__new__(module.__class__)
     for module in model.modules():
+        clones.setdefault(id(module), clones[id(unwrap(module))])
+    for module in model.modules():
+        if unwrap(module) is not module:
+            continue
         clone = clones[id(module)]
         if clone is not module:
             clone.__dict__.update({key: _rewire(value, clones) for key, value in module.__dict__.items()})
@@ -43,7 +57,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def _rewire(value: Any, clones: dict[int, nn.Module]) -> Any:
+def _rewire(value: Any, clones: dict[int, Any]) -> Any:
     """`value` with every reference to an original module turned to its clone; containers are copied."""
     if id(value) in clones:
         return clones[id(value)]

@@ -2,5 +2,7 @@
 
 from laplace.backprop.gradients import Forward, Jacobian, JacobianOf, Moments, MomentsOf
 from laplace.backprop.head import Head
+from laplace.backprop.network import Network
+from laplace.backprop.plan import Plan
 
-__all__ = ["Forward", "Head", "Jacobian", "JacobianOf", "Moments", "MomentsOf"]
+__all__ = ["Forward", "Head", "Jacobian", "JacobianOf", "Moments", "MomentsOf", "Network", "Plan"]

@@ -68,6 +68,11 @@ class MomentsOf(Protocol):
         ...
 
     @property
+    def weights(self) -> int:
+        """Number of weights p."""
+        ...
+
+    @property
     def form(self) -> str:
         """'kron' where the gradients are outer products, 'dense' where they are not."""
         ...

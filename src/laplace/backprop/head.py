@@ -31,6 +31,10 @@ class Head:
     def __init__(self, model: nn.Module, weights: LastLayer) -> None:
         self.replica, self.weights = replicate(model), weights
 
+    def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
+        """The inputs as they are: no gradients are kept."""
+        yield inputs
+
     def forward(self, inputs: Inputs, with_grad: bool = False) -> HeadForward:
         """Features and outputs of a batch; gradients with respect to the inputs only `with_grad`."""
         seen: list[tuple[Tensor, Tensor, int]] = []
@@ -87,9 +91,10 @@ class HeadForward:
         """Second moments for all the vectors behind `curvature` at once."""
         yield HeadMoments(self.inputs, curvature, self.outputs.shape[0])
 
-    def jacobian(self, outputs: Tensor | None = None) -> HeadJacobian:
+    def jacobian(self, outputs: Tensor | None = None) -> Any:
         """The Jacobian, whose rows are phi (x) e_c."""
-        return HeadJacobian(self.inputs, self.outputs.shape[0], self.outputs.shape[1])
+        whole = HeadJacobian(self.inputs, self.outputs.shape[0], self.outputs.shape[1])
+        return whole if outputs is None else Chosen(whole, outputs)
 
     def linearised(self, steps: Tensor) -> Tensor:
         """The outputs are linear in the last layer: sum of step_W phi + step_b, (S, P) -> (S, N, C)."""
@@ -173,6 +178,10 @@ class HeadMomentsOf:
         return self.shared().unsqueeze(0)
 
     form, first = "kron", True
+
+    @property
+    def weights(self) -> int:
+        return self.features.shape[1] * self.curvature.squares().shape[1]
 
     def inputs(self) -> tuple[Tensor, int]:
         return gram(self.features).unsqueeze(0), self.n
@@ -300,3 +309,24 @@ class HeadJacobianOf:
 
 def _outer(u: Tensor, a: Tensor) -> Tensor:  # (M, C), (M, I) -> (M, C * I)
     return (u.unsqueeze(2) * a.unsqueeze(1)).flatten(1)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some rows of a Jacobian: what is asked of all outputs is cut to the chosen ones."""
+
+    whole: Any  # Jacobian or JacobianOf
+    index: Tensor
+
+    @property
+    def parameters(self) -> list[Chosen]:
+        return [Chosen(part, self.index) for part in self.whole.parameters]
+
+    def variance(self, of: Any) -> Tensor:
+        return self.whole.variance(of)[:, self.index]
+
+    def covariance(self, of: Any) -> Tensor:
+        return self.whole.covariance(of)[:, self.index][:, :, self.index]
+
+    def joint(self, of: Any) -> Tensor:
+        return self.whole.joint(of)[:, self.index][..., self.index]

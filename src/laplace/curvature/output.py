@@ -59,6 +59,25 @@ class OutputCurvature:
             total.diagonal().add_(self.diagonal.sum(0))
         return total
 
+    def root(self) -> Tensor:  # (K, N, C)
+        """Vectors v_k with sum_k v_k v_k^T = Lambda: those sent back. C - 1 for softmax, whose Lambda is singular.
+
+        diag(p) - p p^T = diag(q) (I - q q^T) diag(q) with q = sqrt(p) of length 1; I - q q^T = R R^T for the last
+        C - 1 columns R of the Householder reflection that takes q to a unit vector.
+        """
+        if self.diagonal is None:
+            assert self.vectors is not None
+            return self.vectors
+        scale = self.diagonal.sqrt()
+        if self.vectors is None:
+            return scale.diag_embed().permute(1, 0, 2)
+        q = torch.nn.functional.normalize(self.vectors[0] / scale.clamp(min=torch.finfo(scale.dtype).tiny), dim=-1)
+        w = q.clone()
+        w[:, 0] += 1
+        eye = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)[1:].unsqueeze(1)  # (C - 1, 1, C)
+        factor = 2 * w[:, 1:].T / w.square().sum(-1)  # (C - 1, N)
+        return scale * (eye - factor.unsqueeze(-1) * w)
+
     def dense(self) -> Tensor:  # (N, C, C)
         """Lambda_n written out, for small C."""
         total = None if self.diagonal is None else self.diagonal.diag_embed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, Dirichlet, Distribution, MultivariateNormal, Normal
@@ -14,31 +16,37 @@ from laplace.predictive.entropy import decompose
 from laplace.predictive.links import bridge_concentration, bridge_norm_concentration, onto_simplex
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.prediction import Prediction
-from laplace.structures import Gaussian
 
 _CHUNK = 2**25  # elements of the weights drawn at a time
 
 Outputs = OutputGaussian | OutputSamples
 
 
-def linearised(posterior: Posterior, forward: Forward, with_covariance: bool) -> OutputGaussian:
-    """N(f, J Sigma J^T): the variances alone, or with each input's covariance."""
-    jacobian, gaussian = forward.jacobian(), posterior.gaussian
+def linearised(
+    posterior: Posterior, forward: Forward, with_covariance: bool, chosen: Tensor | None = None
+) -> OutputGaussian:
+    """N(f, J Sigma J^T): the variances alone, or with each input's covariance; of the `chosen` outputs, or of all."""
+    jacobian, gaussian = forward.jacobian(chosen), posterior.gaussian
+    f = forward.outputs if chosen is None else forward.outputs[:, chosen]
     if not with_covariance:
-        return OutputGaussian(forward.outputs, gaussian.variance(jacobian))
+        return OutputGaussian(f, gaussian.variance(jacobian))
     covariance = gaussian.covariance(jacobian)
-    return OutputGaussian(forward.outputs, covariance.diagonal(dim1=1, dim2=2), covariance)
+    return OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
 
 
 def sampled(
-    gaussian: Gaussian, forward: Forward, n_params: int, n_samples: int, generator: torch.Generator | None, exact: bool
+    posterior: Posterior, runs: Callable[[], Iterable[Forward]], draws: Draws, exact: bool
 ) -> Tensor:  # (S, N, C)
-    """Outputs under draws of the weights, one draw for all inputs: of the network itself (`exact`) or linearised."""
-    parts = []
-    for start in range(0, n_samples, step := max(1, _CHUNK // n_params)):
-        eps = normals((min(step, n_samples - start), n_params), forward.outputs, generator)
-        moves = gaussian.color(eps)
-        parts.append(forward.perturbed(moves) if exact else forward.outputs + forward.linearised(moves))
+    """Outputs under draws of the weights, one draw for all inputs: of the network itself (`exact`) or linearised.
+
+    `runs` gives the runs of consecutive inputs, once for every chunk of draws.
+    """
+    n_params, parts = posterior.fit.layout.n_params, []
+    for start in range(0, draws.n, step := max(1, _CHUNK // n_params)):
+        eps = normals((min(step, draws.n - start), n_params), posterior.fit.mean, draws.generator)
+        moves = posterior.gaussian.color(eps)
+        drawn = [run.perturbed(moves) if exact else run.outputs + run.linearised(moves) for run in runs()]
+        parts.append(torch.cat(drawn, 1))
     return torch.cat(parts)
 
 

@@ -17,29 +17,40 @@ from laplace.errors import OptionError
 from laplace.structures.base import Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
+from laplace.structures.diag import DiagBlock
 
+DENSE_LIMIT = 1024  # weights up to which a tensor without a Kronecker form gets a dense block; beyond, a diagonal
 DAMPINGS = (False, True, "balanced")
 
 
 class Kron(BlockDiagonal):
-    """A Kronecker-factored block per tensor."""
+    """A Kronecker-factored block per tensor; a dense or diagonal one where a tensor's gradients are no outer products."""
 
     name = "kron"
     prior_structures = ("scalar", "layerwise")
 
-    def __init__(self, damping: bool | str = False) -> None:
+    def __init__(self, damping: bool | str = False, weight_sharing: str = "expand") -> None:
         if damping not in DAMPINGS:
             raise OptionError(f"damping={damping!r} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
-        self.damping = damping
+        self.damping, self.weight_sharing = damping, weight_sharing
 
     def block_sums(self, moments: MomentsOf) -> Sums:
+        if moments.form == "dense":
+            small = moments.weights <= DENSE_LIMIT
+            return {"H": moments.gram()} if small else {"diag": moments.squares()}
         sums = {"B": moments.outputs()}
         if moments.first:
             gram, count = moments.inputs()
             sums |= {"A": gram, "count": gram.new_tensor(count, dtype=torch.float64)}
         return sums
 
-    def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> KronBlock:
+    def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
+        if "diag" in sums:
+            return DiagBlock(sums["diag"].clamp(min=0), shape)
+        if "H" in sums:  # a dense block is one whose second factor is 1
+            one = torch.ones_like(sums["H"][:1, :1])
+            sums = {"A": sums["H"].unsqueeze(0), "B": one.unsqueeze(0), "count": one}
+            return KronBlock(sums, (len(sums["A"][0]),), False, eigh)
         return KronBlock(sums, shape, self.damping, eigh)
 
 

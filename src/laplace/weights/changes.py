@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.replica import unwrap
+from laplace.weights.all_weights import AllWeights
 from laplace.weights.last_layer import LastLayer
 
 
@@ -23,11 +24,11 @@ class Snapshot:
         return cls(tuple((p.data_ptr(), p._version) for p in unwrap(model).parameters()))
 
 
-def what_changed(model: nn.Module, weights: LastLayer, mean: Tensor, then: Snapshot | None) -> str | None:
+def what_changed(model: nn.Module, weights: LastLayer | AllWeights, mean: Tensor, then: Snapshot | None) -> str | None:
     """In words, what is no longer as it was when `mean` and `then` were taken; None where nothing is."""
     now = zip(weights.tensors(model), weights.layout.split(mean), strict=True)
     if not all(torch.equal(t.to(m).flatten(), m) for t, m in now):
-        return f"the uncertain weights of {weights.module!r} have changed"
+        return f"the uncertain weights of {weights.described} have changed"
     if then is not None and Snapshot.of(model) != then:
         return "weights of the network have been written to, moved or replaced"
     return None

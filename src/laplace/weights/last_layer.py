@@ -42,6 +42,11 @@ class LastLayer:
     layout: Layout
     reduction: str | None = None
 
+    @property
+    def described(self) -> str:
+        """In words."""
+        return f"the last layer {self.module!r}"
+
     def layer(self, model: nn.Module) -> nn.Linear:
         """The layer inside `model` (or inside a replica of it)."""
         layer = unwrap(model).get_submodule(self.module)

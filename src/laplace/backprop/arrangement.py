@@ -1,0 +1,82 @@
+"""Where the examples are in a tensor inside the network: first, second, or flattened with the positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a module's tensors hold N examples.
+
+    first     (N, ...)
+    second    (T, N, ...)
+    rows      (N * T, ...), an example's rows together
+    columns   (T * N, ...), an example's rows N apart
+    """
+
+    kind: str = "first"
+
+    def split(self, tensor: Tensor, n: int, lead: int = 0) -> Tensor | None:
+        """The tensor with its examples at dimension `lead`, (N, ...); None where it holds none (a constant)."""
+        shape = tensor.shape[lead:]
+        if self.kind == "first":
+            return tensor if shape[:1] == (n,) else None
+        if self.kind == "second":
+            return tensor.transpose(lead, lead + 1) if len(shape) > 1 and shape[1] == n else None
+        if not shape or shape[0] % n or (shape[0] == n and self.kind != "rows"):
+            return None
+        if self.kind == "rows":
+            return tensor.unflatten(lead, (n, -1))
+        return tensor.unflatten(lead, (-1, n)).transpose(lead, lead + 1)
+
+    def alone(self, example: Tensor) -> Tensor:
+        """One example of `split` as the module takes a batch of one."""
+        if self.kind == "first":
+            return example.unsqueeze(0)
+        return example.unsqueeze(1) if self.kind == "second" else example
+
+    def of_alone(self, tensor: Tensor) -> Tensor:
+        """What a module returns for a batch of one, as one example of `split`."""
+        if self.kind == "first":
+            return tensor.squeeze(0)
+        return tensor.squeeze(1) if self.kind == "second" else tensor
+
+
+def detect(touched: Tensor, n: int) -> Arrangement | None:
+    """The arrangement of a tensor from where a gradient that concerns example 0 alone has touched it (bool).
+
+    None where it is touched in a way that only interacting examples explain.
+    """
+    shape = touched.shape
+    fits = []
+    if shape[0] == n and not touched[1:].any():
+        fits.append("first")
+    if touched.dim() > 1 and shape[1] == n and not touched[:, 1:].any():
+        fits.append("second")
+    if shape[0] % n == 0 and shape[0] > n:
+        t = shape[0] // n
+        if not touched[t:].any():
+            fits.append("rows")
+        if not touched.unflatten(0, (t, n))[:, 1:].any():
+            fits.append("columns")
+    return Arrangement(fits[0]) if fits else None
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """All tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Whether gradients can reach it."""
+    return tensor.is_floating_point() or tensor.dtype in (torch.complex64, torch.complex128)

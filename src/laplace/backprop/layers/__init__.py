@@ -1,0 +1,31 @@
+"""What each kind of layer makes of its input and of the gradient at its output: one rule per file.
+
+A rule is looked up by the exact type of the module (a subclass may have another forward); every other parameter goes
+through the generic rule.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import nn
+
+from laplace.backprop.layers.base import Call, Rule
+from laplace.backprop.layers.conv import Conv
+from laplace.backprop.layers.generic import Generic
+from laplace.backprop.layers.linear import Linear
+from laplace.backprop.layers.norm import Norm
+
+RULES: Final[dict[type[nn.Module], Rule]] = {
+    nn.Linear: Linear(),
+    nn.Conv1d: Conv(),
+    nn.Conv2d: Conv(),
+    nn.Conv3d: Conv(),
+    nn.BatchNorm1d: Norm(),
+    nn.BatchNorm2d: Norm(),
+    nn.BatchNorm3d: Norm(),
+    nn.LayerNorm: Norm(),
+    nn.GroupNorm: Norm(),
+}
+
+__all__ = ["RULES", "Call", "Generic", "Rule"]

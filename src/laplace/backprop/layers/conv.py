@@ -1,0 +1,81 @@
+"""Convolutions: a are the patches that the kernel sees, one per output position; g the gradient at the output.
+
+Stride, padding, padding mode, dilation and groups as in torch; in one, two and three dimensions.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from laplace.backprop.layers.base import Call, Rule
+from laplace.backprop.layers.linear import bias
+from laplace.backprop.uses import Outer, Use, grams
+
+
+class Conv(Rule):
+    """G_W = sum over positions of g patch^T, per group; G_b = sum of g."""
+
+    name = "conv"
+
+    def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
+        conv = call.module
+        assert isinstance(conv, nn.modules.conv._ConvNd)
+        g = call.by_example(gs[0], 1)  # (K, N, O, *positions), or (K, N, frames, O, *positions)
+        if g.dim() == len(conv.kernel_size) + 3:
+            g = g.unsqueeze(2)
+        g_frames = g.shape[2]
+        g = g.flatten(4).unflatten(3, (conv.groups, -1))  # (K, N, frames, Gr, O, T)
+        g = g.permute(0, 1, 2, 5, 3, 4).flatten(2, 3)  # (K, N, frames * T, Gr, O)
+        uses: dict[str, Use] = {}
+        if "weight" in keys:
+            x = call.by_example(call.args[0])
+            uses["weight"] = Outer(Patches(conv, x.unsqueeze(1) if g_frames == 1 else x, g.shape[2]), g, reduce, first)
+        if "bias" in keys:
+            uses["bias"] = bias(g.sum(2, keepdim=True).flatten(3), first)
+        return uses
+
+
+class Patches:
+    """The patches under the kernel, unfolded for some examples at a time."""
+
+    def __init__(self, conv: nn.modules.conv._ConvNd, x: Tensor, positions: int) -> None:  # x: (N, frames, C, *size)
+        self.conv, self.x = conv, x
+        self.shape = (x.shape[0], positions, conv.groups, conv.weight[0].numel())
+
+    def read(self, part: slice) -> Tensor:  # (n, T, Gr, I)
+        x = self.x[part]
+        flat = patches(self.conv, x.flatten(0, 1)).unflatten(0, x.shape[:2])  # (n, frames, Gr, I, T)
+        return flat.permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+    def gram(self) -> Tensor:  # (Gr, I, I)
+        return grams(self.read(slice(None)).flatten(0, 1))
+
+    def mean(self) -> Tensor:  # (N, 1, Gr, I)
+        return self.read(slice(None)).mean(1, keepdim=True)
+
+
+def patches(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size) -> (M, Gr, I, T)
+    """The patches under the kernel at every output position, split into groups of channels."""
+    x = padded(conv, x)
+    sides = len(conv.kernel_size)
+    if sides == 2:
+        flat = F.unfold(x, conv.kernel_size, conv.dilation, 0, conv.stride)  # type: ignore[arg-type]
+        return flat.unflatten(1, (conv.groups, -1))
+    for i, (k, s, d) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
+        windows = x.unfold(2 + i, d * (k - 1) + 1, s)  # a window per position, at the end
+        x = windows[..., ::d]
+    dims = [*range(2, 2 + sides), *range(2 + sides, 2 + 2 * sides)]
+    x = x.permute(0, 1, *dims[sides:], *dims[:sides])  # (M, C, *kernel, *positions)
+    return x.flatten(1, 1 + sides).flatten(2).unflatten(1, (conv.groups, -1))
+
+
+def padded(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
+    """The input with the convolution's own padding, so that what follows needs none."""
+    around = conv._reversed_padding_repeated_twice
+    if not any(around):
+        return x
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    return F.pad(x, around, mode=mode)
+
+

@@ -1,0 +1,132 @@
+"""Any other parameter: exact per-example gradients through the smallest module that holds all its uses.
+
+The module is run again on one example at a time (vectorised with torch.func where that works, in a loop where it does
+not), and the gradient at its outputs is pulled back to the parameter. Costs a forward and a backward pass of that module
+per vector.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from laplace.backprop.arrangement import is_float, tensors_in
+from laplace.backprop.layers.base import Call, Rule
+from laplace.backprop.uses import Dense, Use
+
+
+class Generic(Rule):
+    """G[k, n] by a vector-Jacobian product of the owning module at example n."""
+
+    name = "generic"
+
+    def __init__(self) -> None:
+        self.vectorised = True
+
+    def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
+        parameters = {key: call.module.get_parameter(key).detach() for key in keys}
+        inputs = [t for t in tensors_in((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        split = [call.arrangement.split(t, call.n) for t in inputs]
+        cotangents = [call.by_example(g, 1) for g in gs]  # (K, N, ...)
+
+        def outputs(chosen: dict[str, Tensor], examples: list[Tensor]) -> list[Tensor]:
+            alone = [call.arrangement.alone(t) if s is not None else t for t, s in zip(examples, split, strict=True)]
+            args, kwargs = _replace((call.args, call.kwargs), iter(alone))
+            out = functional_call(call.module, chosen, args, kwargs)
+            return [call.arrangement.of_alone(t) for t in tensors_in(out) if is_float(t)][: len(gs)]
+
+        dims = [0 if s is not None else None for s in split]
+        values = [t if s is None else s for t, s in zip(inputs, split, strict=True)]
+        grads = self.pull_back(outputs, parameters, values, dims, cotangents)
+        return {key: Dense(grad.flatten(2)) for key, grad in grads.items()}
+
+    def pull_back(
+        self,
+        outputs: Callable[[dict[str, Tensor], list[Tensor]], list[Tensor]],
+        parameters: dict[str, Tensor],
+        values: list[Tensor],
+        dims: list[int | None],
+        cotangents: list[Tensor],  # (K, N, ...) each
+    ) -> dict[str, Tensor]:  # (K, N, *shape)
+        """The gradient of <cotangent, outputs> in each parameter, per vector and example."""
+        if self.vectorised:
+            try:
+                return self._with_vmap(outputs, parameters, values, dims, cotangents)
+            except (RuntimeError, ValueError, NotImplementedError, TypeError):
+                self.vectorised = False  # no batching rule: remembered, the loop below is exact too
+        return self._in_a_loop(outputs, parameters, values, dims, cotangents)
+
+    def _with_vmap(
+        self, outputs: Any, parameters: dict[str, Tensor], values: list[Tensor], dims: Any, cotangents: list[Tensor]
+    ) -> dict[str, Tensor]:
+        def one(examples: list[Tensor], gs: list[Tensor]) -> dict[str, Tensor]:
+            _, pull = vjp(lambda chosen: outputs(chosen, examples), parameters)
+            return pull(gs)[0]
+
+        with quiet():
+            per_vector = [vmap(one, (dims, 0))(values, [g[k] for g in cotangents]) for k in range(len(cotangents[0]))]
+        return {key: torch.stack([grads[key] for grads in per_vector]) for key in parameters}
+
+    def _in_a_loop(
+        self, outputs: Any, parameters: dict[str, Tensor], values: list[Tensor], dims: Any, cotangents: list[Tensor]
+    ) -> dict[str, Tensor]:
+        k, n = cotangents[0].shape[:2]
+        attached = any(t.requires_grad for t in (*values, *cotangents))
+        leaves = {key: p.clone().requires_grad_() for key, p in parameters.items()}
+        rows: dict[str, list[list[Tensor]]] = {key: [[] for _ in range(k)] for key in parameters}
+        with torch.enable_grad():
+            for i in range(n):
+                out = outputs(leaves, [v[i] if d == 0 else v for v, d in zip(values, dims, strict=True)])
+                for j in range(k):
+                    gs = [g[j, i] for g in cotangents]
+                    grads = torch.autograd.grad(
+                        out, list(leaves.values()), gs, retain_graph=True, allow_unused=True, create_graph=attached
+                    )
+                    for (key, leaf), grad in zip(leaves.items(), grads, strict=True):
+                        rows[key][j].append(torch.zeros_like(leaf) if grad is None else grad)
+        return {key: torch.stack([torch.stack(row) for row in table]) for key, table in rows.items()}
+
+
+class WholeNetwork(Generic):
+    """The generic rule at the root: the network itself, run on one example of its inputs."""
+
+    name = "generic, whole network"
+
+    def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
+        network: nn.Module = call.module
+        inputs = call.kwargs["inputs"]  # laplace.batches.Inputs
+        parameters = {key: network.get_parameter(key).detach() for key in keys}
+
+        def outputs(chosen: dict[str, Tensor], examples: list[Tensor]) -> list[Tensor]:
+            alone = iter([t.unsqueeze(0) for t in examples])
+            return [inputs.with_tensors(alone).call_with(network, chosen).squeeze(0)]
+
+        values = inputs.tensors()
+        grads = self.pull_back(outputs, parameters, values, [0] * len(values), gs)
+        return {key: Dense(grad.flatten(2)) for key, grad in grads.items()}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's notes on operations that it vectorises slowly: they would be about our choice, not the user's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield
+
+
+def _replace(value: Any, tensors: Any) -> Any:
+    """`value` with its tensors replaced one after the other."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, dict):
+        return {key: _replace(item, tensors) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_replace(item, tensors) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

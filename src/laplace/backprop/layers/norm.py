@@ -1,0 +1,50 @@
+"""Normalisation with an affine map: output = weight * x_hat + bias, x_hat the input normalised without it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from laplace.backprop.layers.base import Call, Rule
+from laplace.backprop.uses import Dense, Use
+
+
+class Norm(Rule):
+    """G_w = sum over positions of g * x_hat; G_b = sum of g. BatchNorm in eval mode, LayerNorm, GroupNorm."""
+
+    name = "norm"
+
+    def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
+        module, g = call.module, call.by_example(gs[0], 1)  # (K, N, ...)
+        uses: dict[str, Use] = {}
+        if "weight" in keys:
+            x_hat = call.by_example(_normalised(module, call.args[0])).to(g.dtype)
+            uses["weight"] = Dense(_onto_parameter(module, g * x_hat))
+        if "bias" in keys:
+            uses["bias"] = Dense(_onto_parameter(module, g))
+        return uses
+
+
+def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    batch_statistics = module.running_mean is None  # examples interact: the audit says so
+    return F.batch_norm(x, module.running_mean, module.running_var, training=batch_statistics, eps=module.eps)
+
+
+def _onto_parameter(module: nn.Module, g: Tensor) -> Tensor:  # (K, N, ...) -> (K, N, p)
+    """Summed over the positions that share a weight: all but the normalised dimensions, or all but the channels."""
+    if isinstance(module, nn.LayerNorm):
+        kept = len(module.normalized_shape)
+        return g.flatten(2, -kept - 1).sum(2).flatten(2) if g.dim() > 2 + kept else g.flatten(2)
+    channels = 2 if g.dim() < 4 or g.shape[2] == _channels(module) else 3
+    if g.dim() == 3 or channels == 2:
+        return g.flatten(3).sum(3) if g.dim() > 3 else g
+    return g.flatten(4).sum(4).sum(2) if g.dim() > 4 else g.sum(2)
+
+
+def _channels(module: nn.Module) -> int:
+    return module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features  # type: ignore[return-value]

@@ -1,0 +1,271 @@
+"""The algebra on (a, g): what structures and posteriors ask of one parameter's uses in one batch.
+
+`Outer` is a parameter whose per-example gradient is a sum of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T, in one
+or more groups; `Dense` holds G itself. Both answer the same questions (`MomentsOf` while fitting, `JacobianOf` while
+predicting, where the k are the outputs). G is contracted for some examples at a time, and never kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.algebra import gram
+from laplace.backprop.gradients import Basis, Spread
+
+
+class Use(ABC):
+    """One parameter's gradients for K vectors and N examples."""
+
+    form: str
+    chunk: int = 2**23  # numbers of G contracted at a time
+    first: bool = True
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """K, N and the number of weights p."""
+
+    @property
+    def weights(self) -> int:
+        """p."""
+        return self.shape[2]
+
+    @abstractmethod
+    def contracted(self, part: slice) -> Tensor:  # (K, n, p)
+        """G of some examples."""
+
+    def parts(self) -> Iterator[slice]:
+        """Slices of examples whose G is small enough."""
+        k, n, p = self.shape
+        step = max(1, self.chunk // max(1, k * p))
+        for start in range(0, n, step):
+            yield slice(start, min(start + step, n))
+
+    def squares(self) -> Tensor:  # (p,)
+        return torch.stack([self.contracted(part).square().sum((0, 1)) for part in self.parts()]).sum(0)
+
+    def gram(self) -> Tensor:  # (p, p)
+        total = None
+        for part in self.parts():
+            term = gram(self.contracted(part).flatten(0, 1))
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    def inputs(self) -> tuple[Tensor, int]:
+        raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
+
+    def outputs(self) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
+
+    def rotated(self, part: slice, spread: Spread) -> Tensor:  # (K, n, Gr, O, I)
+        """Q_B^T G Q_A of some examples."""
+        g = self.contracted(part).unflatten(2, spread.variances.shape)
+        if spread.right is not None:
+            g = g @ spread.right.vectors
+        return g if spread.left is None else spread.left.vectors.mT @ g
+
+    def variance(self, spread: Spread) -> Tensor:  # (N, K)
+        r = spread.variances.flatten()
+        return torch.cat([(self.rotated(part, spread).flatten(2).square() @ r).T for part in self.parts()])
+
+    def covariance(self, spread: Spread) -> Tensor:  # (N, K, K)
+        root = spread.variances.sqrt().flatten()
+        rows = ((self.rotated(part, spread).flatten(2) * root).transpose(0, 1) for part in self.parts())
+        return torch.cat([x @ x.mT for x in rows])
+
+    def product(self, spread: Spread, v: Tensor) -> Tensor:  # v: (N, K) -> (N, K)
+        r, out = spread.variances.flatten(), []
+        for part in self.parts():
+            g = self.rotated(part, spread).flatten(2)
+            out.append(torch.einsum("knp,np->nk", g, torch.einsum("knp,nk->np", g, v[part]) * r))
+        return torch.cat(out)
+
+    def joint(self, spread: Spread) -> Tensor:  # (N, K, N, K)
+        k, n, _ = self.shape
+        root = spread.variances.sqrt().flatten()
+        rows = torch.cat([(self.rotated(s, spread).flatten(2) * root).transpose(0, 1) for s in self.parts()])
+        rows = rows.flatten(0, 1)
+        return (rows @ rows.T).reshape(n, k, n, k)
+
+    def along(self, steps: Tensor) -> Tensor:  # (S, p) -> (S, N, K)
+        """<G, step>: the change of the outputs to first order."""
+        return torch.cat([torch.einsum("knp,sp->snk", self.contracted(part), steps) for part in self.parts()], 1)
+
+
+@dataclass
+class Dense(Use):
+    """Gradients without a Kronecker form."""
+
+    g: Tensor  # (K, N, p)
+    form = "dense"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        k, n, p = self.g.shape
+        return k, n, p
+
+    def contracted(self, part: slice) -> Tensor:
+        return self.g[:, part]
+
+
+class Activations(Protocol):
+    """The inputs a[n, t, gr, i] of a layer, read for some examples at a time."""
+
+    shape: tuple[int, int, int, int]  # (N, T, Gr, I)
+
+    def read(self, part: slice) -> Tensor:
+        """a of some examples, (n, T, Gr, I)."""
+        ...
+
+    def gram(self) -> Tensor:
+        """sum over examples and positions of a a^T, (Gr, I, I)."""
+        ...
+
+    def mean(self) -> Tensor:
+        """Mean over positions, (N, 1, Gr, I)."""
+        ...
+
+
+class Stored:
+    """Activations that are there already."""
+
+    def __init__(self, a: Tensor) -> None:  # (N, T, Gr, I)
+        self.a = a
+        n, t, groups, i = a.shape
+        self.shape = (n, t, groups, i)
+
+    def read(self, part: slice) -> Tensor:
+        return self.a[part]
+
+    def gram(self) -> Tensor:
+        return grams(self.a.flatten(0, 1))
+
+    def mean(self) -> Tensor:
+        return self.a.mean(1, keepdim=True)
+
+
+@dataclass
+class Outer(Use):
+    """sum_t g a^T in groups; `reduce` takes positions together before the Kronecker factors are formed."""
+
+    a: Activations
+    g: Tensor  # (K, N, T, Gr, O)
+    reduce: bool = False
+    first: bool = True
+    summed: bool = False  # a bias: further uses are added, not further positions
+    form = "kron"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        k, n, _, groups, o = self.g.shape
+        return k, n, groups * o * self.a.shape[3]
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return self.a.shape[1]
+
+    def contracted(self, part: slice) -> Tensor:
+        return _contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
+
+    def inputs(self) -> tuple[Tensor, int]:
+        n, t, _, _ = self.a.shape
+        if not self.reduce:
+            return self.a.gram(), n * t
+        return grams(self.a.mean().flatten(0, 1)), n
+
+    def outputs(self) -> Tensor:
+        g = self.g.sum(2, keepdim=True) if self.reduce else self.g
+        return grams(g.flatten(0, 2))
+
+    def squares(self) -> Tensor:
+        if self.positions > 1:
+            return super().squares()
+        a = self._all()[:, 0].square()  # (N, Gr, I)
+        return torch.einsum("ngo,ngi->goi", self.g[:, :, 0].square().sum(0), a).flatten()
+
+    def rotated(self, part: slice, spread: Spread) -> Tensor:
+        """Rotates on whichever side of the contraction is cheaper: activations, or what they are contracted to."""
+        if not self._own_bases(spread):
+            return super().rotated(part, spread)
+        a, g = self.a.read(part).to(self.g.dtype), self.g[:, part]
+        k, _, t, _, o = g.shape
+        early_right, early_left = t <= k * o, t <= a.shape[3]
+        out = _contract(_rotate(a, spread.right if early_right else None), _rotate(g, spread.left if early_left else None))
+        if not early_right and spread.right is not None:
+            out = out @ spread.right.vectors
+        return out if early_left or spread.left is None else spread.left.vectors.mT @ out
+
+    def variance(self, spread: Spread) -> Tensor:
+        if self.positions > 1 or not self._own_bases(spread):
+            return super().variance(spread)
+        g = _rotate(self.g[:, :, 0], spread.left)  # (K, N, Gr, O)
+        return torch.einsum("knv,nv->nk", g.square().flatten(2), self._weights(spread))
+
+    def covariance(self, spread: Spread) -> Tensor:
+        if self.positions > 1 or not self._own_bases(spread):
+            return super().covariance(spread)
+        g = _rotate(self.g[:, :, 0], spread.left).flatten(2).transpose(0, 1)  # (N, K, Gr * O)
+        return (g * self._weights(spread).unsqueeze(1)) @ g.mT
+
+    def along(self, steps: Tensor) -> Tensor:
+        if self.positions > 1:
+            return super().along(steps)
+        u = steps.unflatten(1, (self.g.shape[3], self.g.shape[4], -1))  # (S, Gr, O, I)
+        return torch.einsum("knvo,snvo->snk", self.g[:, :, 0], torch.einsum("nvi,svoi->snvo", self._all()[:, 0], u))
+
+    def _all(self) -> Tensor:
+        return self.a.read(slice(None)).to(self.g.dtype)
+
+    def _own_bases(self, spread: Spread) -> bool:
+        return spread.variances.shape == (*self.g.shape[3:], self.a.shape[3])
+
+    def _weights(self, spread: Spread) -> Tensor:  # (N, Gr * O)
+        squares = _rotate(self._all()[:, 0], spread.right).square()
+        return torch.einsum("nvi,voi->nvo", squares, spread.variances).flatten(1)
+
+
+def combined(uses: list[Use]) -> Use:
+    """Several uses of one parameter as one: further positions where all are outer products, else their sum."""
+    if len(uses) == 1:
+        return uses[0]
+    outers = [use for use in uses if isinstance(use, Outer)]
+    if len(outers) == len(uses) and all(use.summed for use in outers):
+        return replace(outers[0], g=torch.stack([use.g for use in outers]).sum(0))
+    if len(outers) == len(uses):
+        a = torch.cat([use._all() for use in outers], 1)
+        return Outer(Stored(a), torch.cat([use.g for use in outers], 2), outers[0].reduce, outers[0].first)
+    total = uses[0].contracted(slice(None))
+    for use in uses[1:]:
+        total = total + use.contracted(slice(None))
+    return Dense(total)
+
+
+def _contract(a: Tensor, g: Tensor) -> Tensor:  # (n, T, Gr, I), (K, n, T, Gr, O) -> (K, n, Gr, O, I)
+    if g.shape[3] > 1:
+        return torch.einsum("kntvo,ntvi->knvoi", g, a)
+    k, n, _, _, o = g.shape
+    left = g.squeeze(3).permute(1, 0, 3, 2).reshape(n, k * o, -1)  # (n, K O, T)
+    return (left @ a.squeeze(2)).reshape(n, k, 1, o, -1).transpose(0, 1)
+
+
+def _rotate(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D)
+    if basis is None:
+        return x
+    if basis.vectors.shape[0] == 1:
+        return x @ basis.vectors[0]
+    return (x.unsqueeze(-2) @ basis.vectors).squeeze(-2)
+
+
+def grams(rows: Tensor) -> Tensor:  # (M, Gr, D) -> (Gr, D, D)
+    if rows.shape[1] == 1:
+        return gram(rows.squeeze(1)).unsqueeze(0)
+    rows = rows.transpose(0, 1)
+    return rows.mT @ rows

@@ -1,0 +1,219 @@
+"""The calls that predict: `la(x)`, `la.predict(x)` and the samples. Inputs are run in chunks, and parts put together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Forward
+from laplace.batches import Inputs, Keys, prediction_batches
+from laplace.draws import Draws, normals
+from laplace.errors import InputError, OptionError, UnsupportedError, choice
+from laplace.likelihoods import Likelihood
+from laplace.options import generator_or_none, pred_type_named, whole_number
+from laplace.posterior import Posterior
+from laplace.predictive import predict as predicting
+from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.prediction import Prediction
+
+_MAX_COVARIANCE = 32  # outputs up to which `predict` computes covariances unasked
+
+
+class Predictable(ABC):
+    """The predicting side of `Laplace`."""
+
+    likelihood: Likelihood
+    enable_backprop: bool
+    _keys: Keys
+
+    @property
+    @abstractmethod
+    def posterior(self) -> Posterior:
+        """The posterior at the current prior, noise and temperature."""
+
+    @abstractmethod
+    def _runs(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
+        """Runs of the network on consecutive parts of the inputs, as many as memory asks for; or on the `whole`."""
+
+    @abstractmethod
+    def _warn_once(self, key: str, message: str) -> None:
+        """Warn of something the first time that it happens."""
+
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        outputs: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The predictive at `x`, in laplace-torch's form.
+
+        Classification: probabilities (N, C), through `link_approx` ('probit', 'mc', 'bridge', 'bridge_norm', 'delta').
+        Regression: mean (N, C) and covariance of f (N, C, C), without observation noise; variances (N, C) with
+        `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`; of some outputs alone with
+        `outputs`, a list of their indices. `pred_type='nn'` averages the network over `n_samples` draws of the weights
+        instead of linearising it.
+        """
+        pred_type = pred_type_named(pred_type)
+        classifies = not self.likelihood.has_noise
+        sampled = pred_type == "nn"
+        draws = Draws(
+            whole_number(n_samples, "n_samples", 2 if sampled and not classifies else 1), generator_or_none(generator)
+        )
+        if classifies:
+            choice(link_approx, self.likelihood.links, "link_approx")
+        if joint and (classifies or sampled):
+            raise UnsupportedError("joint=True is for regression with pred_type='glm'. Else: functional_samples(x).")
+        chosen = self._chosen(outputs, classifies or sampled)
+        inputs = Inputs(x, model_kwargs, self._keys)
+        with torch.set_grad_enabled(self.enable_backprop):
+            if sampled:
+                samples = self._weight_draws(inputs, draws, exact=True)
+                return samples.softmax(-1).mean(0) if classifies else (samples.mean(0), samples.var(0))
+            if joint:
+                (forward,) = self._runs(inputs, whole=True)
+                covariance = self.posterior.gaussian.joint(forward.jacobian(chosen))
+                mean = forward.outputs if chosen is None else forward.outputs[:, chosen]
+                return mean.flatten(), covariance.flatten(2).flatten(0, 1)
+            if classifies:
+                runs = self._runs(inputs)
+                return torch.cat([self._probabilities(run, link_approx, draws, diagonal_output) for run in runs])
+            parts = [
+                predicting.linearised(self.posterior, run, not diagonal_output, chosen) for run in self._runs(inputs)
+            ]
+            out = joined([*parts])
+            assert isinstance(out, OutputGaussian)
+            return out.mean, out.variance if out.covariance is None else out.covariance
+
+    def predict(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool | None = None,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = True,
+        **model_kwargs: Any,
+    ) -> Prediction:
+        """p(y given x, data) with observation noise, its summaries, and epistemic and aleatoric uncertainty apart.
+
+        `x` is a tensor, a mapping, a tuple of inputs, or a DataLoader (labels in it are not looked at). Covariances
+        between outputs are taken into account up to 32 outputs, or as `diagonal_output` says.
+        """
+        pred_type = pred_type_named(pred_type)
+        if not self.likelihood.has_noise:
+            choice(link_approx, self.likelihood.links, "link_approx")
+        draws = Draws(whole_number(n_samples, "n_samples", 2), generator_or_none(generator))
+        parts: list[tuple[OutputGaussian | OutputSamples, Tensor | None]] = []
+        with torch.set_grad_enabled(self.enable_backprop):
+            for inputs in prediction_batches(x, self._keys, model_kwargs, progress_bar):
+                if pred_type == "nn":
+                    samples = OutputSamples(self._weight_draws(inputs, draws, exact=True))
+                    parts.append((samples, samples.samples.softmax(-1).mean(0)))
+                else:
+                    parts += [self._predict(run, link_approx, draws, diagonal_output) for run in self._runs(inputs)]
+            if not parts:
+                raise InputError("the loader to predict on gave no batch.")
+            outputs = joined([outputs for outputs, _ in parts])
+            if self.likelihood.has_noise:
+                return predicting.regression(outputs, self.posterior.sigma)
+            p = torch.cat([p for _, p in parts if p is not None])
+            return predicting.classification(p, outputs, link_approx, draws)
+
+    def functional_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:  # (S, N, C)
+        """Draws of the outputs before the link.
+
+        One draw of the weights serves all inputs, so that each draw is a smooth function of x; `diagonal_output` draws
+        every output on its own instead.
+        """
+        pred_type = pred_type_named(pred_type)
+        draws = Draws(whole_number(n_samples, "n_samples"), generator_or_none(generator))
+        inputs = Inputs(x, model_kwargs, self._keys)
+        with torch.set_grad_enabled(self.enable_backprop):
+            if diagonal_output and pred_type == "glm":
+                parts = [predicting.linearised(self.posterior, run, False) for run in self._runs(inputs)]
+                return torch.cat(list(joined([*parts]).draws(draws)), 1)
+            return self._weight_draws(inputs, draws, exact=pred_type == "nn")
+
+    def predictive_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:  # (S, N, C)
+        """Draws of the predictive's parameters: outputs f for regression, class probabilities for classification."""
+        f = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
+        return self.likelihood.inverse_link(f)
+
+    @torch.no_grad()
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (S, P)
+        """Draws of the uncertain weights."""
+        whole_number(n_samples, "n_samples")
+        mean = self.posterior.fit.mean
+        eps = normals((n_samples, len(mean)), mean, generator_or_none(generator))
+        return mean + self.posterior.gaussian.color(eps)
+
+    def _weight_draws(self, inputs: Inputs, draws: Draws, exact: bool) -> Tensor:  # (S, N, C)
+        """Outputs under draws of the weights; where one run is all, it is kept for all draws."""
+        if exact or self.posterior.fit.linear:
+            runs = list(self._runs(inputs, whole=True))
+            return predicting.sampled(self.posterior, lambda: runs, draws, exact)
+        return predicting.sampled(self.posterior, lambda: self._runs(inputs), draws, exact)
+
+    def _probabilities(
+        self, forward: Forward, link: str, draws: Draws, independent: bool, variance: Tensor | None = None
+    ) -> Tensor:  # (N, C)
+        f, jacobian = forward.outputs, forward.jacobian()
+        p, outside = predicting.probabilities(self.posterior, link, f, jacobian, draws, independent, variance)
+        if outside:
+            self._warn_once(
+                "simplex",
+                f"the {link} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
+                "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
+            )
+        return p
+
+    def _predict(
+        self, forward: Forward, link: str, draws: Draws, independent: bool | None
+    ) -> tuple[OutputGaussian, Tensor | None]:
+        """The outputs' distribution for one run, and the class probabilities."""
+        if independent is None:
+            independent = forward.outputs.shape[1] > _MAX_COVARIANCE
+        outputs = predicting.linearised(self.posterior, forward, with_covariance=not independent)
+        if self.likelihood.has_noise:
+            return outputs, None
+        return outputs, self._probabilities(forward, link, draws, independent, outputs.variance)
+
+    def _chosen(self, outputs: Any, refused: bool) -> Tensor | None:
+        """The indices of the asked outputs."""
+        if outputs is None:
+            return None
+        n = self.posterior.fit.n_outputs
+        index = torch.as_tensor(outputs).reshape(-1)
+        if refused or index.is_floating_point() or not len(index) or int(index.min()) < 0 or int(index.max()) >= n:
+            raise OptionError(
+                f"outputs={outputs!r} must be indices from 0 to {n - 1}, for regression with pred_type='glm'."
+            )
+        return index.long()
+
