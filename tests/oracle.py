@@ -133,17 +133,15 @@ def softmax_gaussian_integral(f: Tensor, covariance: Tensor, order: int = 40) ->
     return w @ (f + grid @ (vectors * values.clamp(min=0).sqrt()).T).softmax(-1)
 
 
-def kron_all(
-    model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing: str = "expand"
-) -> dict[str, Tensor]:
+def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing: str = "expand") -> dict[str, Tensor]:
     """The Kronecker block of every weight and bias of Linear and Conv modules, one example and one output at a time.
 
-    expand: A the mean of a a^T over examples and positions, B the sum of g^T Lambda g over both; reduce: a averaged and g
-    summed over positions first. Biases: g summed over positions. Groups give one pair each.
+    expand: A the mean of a a^T over examples and positions, B the sum of g^T Lambda g over both; reduce: a averaged
+    and g summed over positions first. Biases: g summed over positions. Groups give one pair each.
     """
     blocks: dict[str, Tensor] = {}
     modules = {k: m for k, m in model.named_modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))}
-    seen: dict[str, list[tuple[Tensor, Tensor]]] = {k: [] for k in modules}  # per example: a (T, Gr, I), g (C, T, Gr, O)
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {k: [] for k in modules}  # a (T, Gr, I), g (C, T, Gr, O)
     for one in x:
         calls: list[tuple[str, Tensor, Tensor]] = []
 
@@ -151,7 +149,7 @@ def kron_all(
             calls.append((name, args[0].detach().clone(), out))
             return out.clone()  # what follows may write to it in place
 
-        handles = [m.register_forward_hook(lambda m, a, o, k=k: hook(k, a, o)) for k, m in modules.items()]  # noqa: B023
+        handles = [m.register_forward_hook(lambda m, a, o, k=k: hook(k, a, o)) for k, m in modules.items()]
         f = model(one.unsqueeze(0)).squeeze(0)
         for handle in handles:
             handle.remove()
@@ -208,7 +206,9 @@ def _positions(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]
     return patches.permute(2, 0, 1), g.permute(0, 3, 1, 2)
 
 
-def curvature_all(model: nn.Module, names: list[str], x: Tensor, y: Tensor, task: str, kind: str = "ggn") -> tuple[Tensor, Tensor]:
+def curvature_all(
+    model: nn.Module, names: list[str], x: Tensor, y: Tensor, task: str, kind: str = "ggn"
+) -> tuple[Tensor, Tensor]:
     """Lambda (N, C, C) and the full curvature sum of J^T Lambda J, (P, P)."""
     f = model(x).detach()
     if kind == "ggn":

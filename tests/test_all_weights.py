@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-import oracle
 import pytest
 import torch
-from networks import cut
-from zoo import ZOO, build
 
+import oracle
 from laplace import Laplace
 from laplace.batches import Inputs
+from networks import cut
+from zoo import ZOO, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:kron keeps:laplace.errors.LaplaceWarning")
 TASKS = ["classification", "regression"]
@@ -106,7 +106,10 @@ def test_evidence_and_predictions_are_the_oracles(network, task, structure):
         rows = jac.flatten(0, 1)
         close(la(new, joint=True)[1], rows @ covariance @ rows.T)
         close(la(new, outputs=[1])[1], expected[:, 1:, 1:])
-        close(la(new, outputs=[1, 0], joint=True)[1], (jac[:, [1, 0]].flatten(0, 1) @ covariance @ jac[:, [1, 0]].flatten(0, 1).T))
+        close(
+            la(new, outputs=[1, 0], joint=True)[1],
+            (jac[:, [1, 0]].flatten(0, 1) @ covariance @ jac[:, [1, 0]].flatten(0, 1).T),
+        )
     else:
         close(la(new), torch.softmax(f / torch.sqrt(1 + torch.pi / 8 * variance), -1))
         close(la.predict(new).outputs.covariance, expected)
@@ -133,7 +136,9 @@ def test_network_draws_run_the_network_with_drawn_weights(network):
     draws = la.functional_samples(x, "nn", 3, generator=torch.Generator().manual_seed(5))
     parts = la.posterior.fit.layout
     for s in range(3):
-        tensors = {k: w.reshape(shape) for k, w, shape in zip(names, parts.split(weights[s]), parts.shapes, strict=True)}
+        tensors = {
+            k: w.reshape(shape) for k, w, shape in zip(names, parts.split(weights[s]), parts.shapes, strict=True)
+        }
         close(draws[s], torch.func.functional_call(model, tensors, (x,)).detach())
 
 

@@ -158,9 +158,10 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         Laplace(net(), "classification", prior_precision=torch.ones(5)).fit(cut(X, Y, 2))
     with pytest.raises(OptionError, match="scalar or a vector"):
         la.prior_precision = torch.ones(2, 2)
-    la.prior_precision = torch.ones(18)
-    with pytest.raises(OptionError, match="kron has no form for a prior precision per weight"):
-        la(X)
+    with pytest.raises(OptionError, match=r"per weight \(18 values\) has no Kronecker form"):
+        la.prior_precision = torch.ones(18)
+    with pytest.raises(OptionError, match="no Kronecker form"):
+        Laplace(net(), "classification", prior_precision=torch.ones(18)).fit(cut(X, Y, 2))
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,10 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         ({"curvature_samples": 0}, "curvature_samples=0"),
         ({"backend": int}, "does not say which curvature"),
         ({"backend_kwargs": {"a": 1}}, "goes with backend"),
+        ({"curvature_samples": 5}, "'ggn' draws nothing"),
+        ({"temperature": torch.ones(2)}, "temperature has 2 values"),
+        ({"memory_budget": -1}, "memory_budget=-1"),
+        ({"weight_sharing": "both"}, r"weight_sharing='both'.*'expand', 'reduce'"),
     ],
 )
 def test_an_unknown_option_lists_the_valid_ones(options, says):
@@ -244,6 +249,37 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
     ):
         la.fit([(X, Y % 2)], override=False)
     assert la.n_data == 6
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda la: la(X.numpy()), r"numpy\.ndarray.*torch\.as_tensor"),
+        (lambda la: la.predict(X.numpy()), "x is a ndarray; a tensor"),
+        (lambda la: la(X[:, :3]), r"the network failed on a tensor of shape \(6, 3\) and dtype torch\.float32"),
+        (lambda la: la(X.double()), r"dtype torch\.float64"),
+        (lambda la: la((X, X)), "2 inputs, the first a tensor"),
+        (lambda la: la(X, link="mc"), r"and keywords \['link'\]"),
+        (lambda la: la(X, X), "pred_type=tensor"),
+        (lambda la: la.fit(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
+        (lambda la: la.fit(None), "the loader is a NoneType"),
+        (lambda la: la.fit(cut(X, Y, 2), generator=0), "generator is a int"),
+        (lambda la: setattr(la, "temperature", -1.0), "temperature must be positive"),
+        (lambda la: la.load_state_dict(None), "a state is a mapping"),
+        (lambda la: la.load_state_dict({k: v for k, v in la.state_dict().items() if "/A" not in k}), "damaged"),
+        (lambda la: la(X, outputs=[0]), "for regression"),
+    ],
+)
+def test_mistakes_at_the_door_are_named(la, act, says):
+    evidence = float(la.log_marginal_likelihood())
+    with pytest.raises(LaplaceError, match=says):
+        act(la)
+    assert float(la.log_marginal_likelihood()) == evidence
+
+
+def test_a_loss_that_is_no_function_of_the_prediction_is_said(la):
+    with pytest.raises(OptionError, match=r"function of \(probabilities, y\)"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=cut(X, Y, 2), loss=lambda p, y: p)
 
 
 def test_errors_are_values_or_runtime_errors_too():

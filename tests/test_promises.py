@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -257,6 +258,53 @@ def test_changed_weights_are_noticed_at_prediction():
         with pytest.warns(StaleWarning, match=r"since fit.*Call la\.fit again"):
             la(x)
         la(x)  # warned of once
+
+
+def test_moved_statistics_are_noticed_and_copies_raise_no_false_alarm(recwarn):
+    model, x, y = make("residual", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 8))
+    expected = la(x)
+    torch.testing.assert_close(copy.deepcopy(la)(x), expected)
+    assert not [w for w in recwarn if issubclass(w.category, StaleWarning)]
+    model.train()
+    model(x)
+    model.eval()
+    with pytest.warns(StaleWarning, match="statistics"):
+        la(x)
+
+
+def test_hyperparameters_are_copied_from_the_user():
+    model, x, y = make("mlp", "classification")
+    precision = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    la = Laplace(model, "classification", prior_precision=precision).fit(cut(x, y, 8))
+    evidence = float(la.log_marginal_likelihood())
+    precision.mul_(100)
+    assert la.prior_precision.tolist() == [1.0, 1.0]
+    assert float(la.log_marginal_likelihood()) == evidence
+
+
+def test_setting_the_temperature_needs_no_refit():
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 8))
+    la.log_marginal_likelihood()
+    la.temperature = 10.0
+    other = Laplace(model, "classification", temperature=10.0).fit(cut(x, y, 8))
+    torch.testing.assert_close(la.log_marginal_likelihood(), other.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+def test_float32_is_accurate_with_many_examples(structure):
+    """The direction in which softmax is flat has no curvature; rounding there must not compete with the prior."""
+    torch.manual_seed(0)
+    x, y = torch.randn(500, 20), torch.randint(5, (500,))
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 5))
+    batches = [(x * 3, y)] * 60
+    single = Laplace(model, "classification", hessian_structure=structure).fit(batches)
+    double = Laplace(copy.deepcopy(model).double(), "classification", hessian_structure=structure)
+    double.fit([(a.double(), b) for a, b in batches])
+    torch.testing.assert_close(single(x).double(), double(x.double()), atol=1e-4, rtol=0)
+    a, b = (la.predict(inputs).epistemic.double() for la, inputs in ((single, x), (double, x.double())))
+    torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-2)
 
 
 def test_the_network_is_not_copied():

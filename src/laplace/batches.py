@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from laplace.errors import InputError, ModelError
+from laplace.errors import InputError, LaplaceError, ModelError
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,13 @@ class Inputs:
     def call(self, model: nn.Module) -> Tensor:
         """The network's logits on these inputs."""
         args, named = self._arguments(model)
-        return logits(model(*args, **named, **self.kwargs))
+        try:
+            output = model(*args, **named, **self.kwargs)
+        except (TypeError, RuntimeError) as error:
+            if isinstance(error, (LaplaceError, torch.OutOfMemoryError)):
+                raise
+            raise ModelError(f"the network failed on {described(self.x, self.kwargs)}: {error}") from error
+        return logits(output)
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x):
@@ -113,6 +120,12 @@ def training_batches(
     loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str
 ) -> Iterator[tuple[int, Inputs, Tensor]]:
     """(index, inputs, labels) of each batch of a loader, the inputs on the network's device; no empty batches."""
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise InputError(
+            f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise InputError(f"a {type(loader).__name__} gives single examples. Write DataLoader(dataset, batch_size=128).")
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
         inputs, y = split(batch, keys, index)
@@ -122,10 +135,10 @@ def training_batches(
 
 def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool) -> Iterator[Inputs]:
     """The inputs in `x`: one batch, or the batches `x`, `(x,)`, `(x, y)` or mappings of a loader."""
-    if isinstance(x, (Tensor, Mapping, tuple, list)):
+    if isinstance(x, (Tensor, Mapping, tuple)):
         yield Inputs(x, kwargs, keys)
         return
-    if not isinstance(x, Iterable):
+    if not isinstance(x, Iterable) or hasattr(x, "__array__"):
         raise InputError(
             f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed."
         )
@@ -137,6 +150,19 @@ def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: 
 def _bar(loader: Iterable[Any], progress: bool, what: str) -> Iterable[Any]:
     total = length_hint(loader, 0) or None  # a loader over an iterable dataset has a len() that fails
     return tqdm(loader, desc=what, total=total, disable=not progress, unit="batch", leave=False)
+
+
+def described(x: Any, kwargs: Mapping[str, Any]) -> str:
+    """What a network was called with, in words."""
+    if isinstance(x, Tensor):
+        text = f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    elif isinstance(x, Mapping):
+        text = "a mapping of " + ", ".join(f"{k}: {described(v, {})}" for k, v in list(x.items())[:4])
+    elif isinstance(x, (tuple, list)):
+        text = f"{len(x)} inputs, the first {described(x[0], {})}" if len(x) else "no input"
+    else:
+        text = f"a {type(x).__module__}.{type(x).__name__} (a tensor is needed: torch.as_tensor)"
+    return text + (f" and keywords {sorted(kwargs)}" if kwargs else "")
 
 
 def logits(output: Any) -> Tensor:

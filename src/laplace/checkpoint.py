@@ -13,12 +13,15 @@ from torch import Tensor
 from laplace.errors import InputError
 from laplace.posterior import Fit
 from laplace.prior import Prior
-from laplace.weights import LastLayer, Layout
+from laplace.replica import unwrap
+from laplace.weights import AllWeights, LastLayer, Layout
 
 if TYPE_CHECKING:
     from laplace.laplace import Laplace
 
 _OPTIONS = ("likelihood", "structure", "curvature", "subset_of_weights")
+_NEEDED = ("names", "shapes", "mean", "n_data", "n_outputs", "linear", "last_layer", "feature_reduction",
+           "prior_precision", "prior_mean", "sigma_noise", "temperature")  # fmt: skip
 _SUMS, _DATA = "sums/", "data/"
 
 
@@ -29,11 +32,12 @@ def state_dict(la: Laplace) -> dict[str, Any]:
     state: dict[str, Any] = _options(la) | {
         "names": list(fit.layout.names),
         "shapes": [list(shape) for shape in fit.layout.shapes],
-        "last_layer": weights.module,
-        "feature_reduction": weights.reduction,
+        "last_layer": getattr(weights, "module", None),
+        "feature_reduction": getattr(weights, "reduction", None),
         "mean": fit.mean.clone(),
         "n_data": fit.n_data,
         "n_outputs": fit.n_outputs,
+        "linear": fit.linear,
         "prior_precision": la.prior_precision.detach().clone(),
         "prior_mean": la.prior_mean.detach().clone(),
         "sigma_noise": la.sigma_noise.detach().clone(),
@@ -46,7 +50,9 @@ def state_dict(la: Laplace) -> dict[str, Any]:
 
 def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     """Put a saved posterior onto `la`; nothing changes where it does not fit."""
-    missing = [key for key in ("names", "shapes", "mean", "n_data", *_OPTIONS) if key not in state]
+    if not isinstance(state, Mapping):
+        raise InputError(f"a state is a mapping, as state_dict() gives it; this is a {type(state).__name__}.")
+    missing = [key for key in (*_NEEDED, *_OPTIONS) if key not in state]
     if missing:
         raise InputError(f"this is no state of a Laplace posterior: {', '.join(missing)} missing.")
     for key, here in _options(la).items():
@@ -55,7 +61,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
                 f"the state has {key}={state[key]!r}, this object {here!r}. Make it with the same options."
             )
     layout = Layout(tuple(state["names"]), tuple(tuple(shape) for shape in state["shapes"]))
-    parameters = dict(la.model.named_parameters())
+    parameters = {name.replace("_orig_mod.", ""): p for name, p in unwrap(la.model).named_parameters()}
     for name, shape in zip(layout.names, layout.shapes, strict=True):
         found = tuple(parameters[name].shape) if name in parameters else None
         if found != shape:
@@ -63,10 +69,16 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     sums = {key.removeprefix(_SUMS): value for key, value in state.items() if key.startswith(_SUMS)}
     data = {key.removeprefix(_DATA): value for key, value in state.items() if key.startswith(_DATA)}
     mean: Tensor = state["mean"]
-    fit = Fit(la.structure, la.likelihood, la.curvature, layout, mean, sums, data, state["n_data"], state["n_outputs"])
+    counts = (state["n_data"], state["n_outputs"], state["linear"])
+    fit = Fit(la.structure, la.likelihood, la.curvature, layout, mean, sums, data, *counts)
+    try:
+        _ = fit.curvature, layout.split(mean)
+    except (KeyError, RuntimeError) as error:
+        raise InputError(f"the state is damaged: its sums or its mean do not fit its parameters ({error}).") from error
+    last = state["last_layer"]
     la._restore(
         fit,
-        LastLayer(state["last_layer"], layout, state["feature_reduction"]),
+        AllWeights(layout) if last is None else LastLayer(last, layout, state["feature_reduction"]),
         Prior.of(state["prior_precision"], state["prior_mean"]),
         state["sigma_noise"],
         state["temperature"],
@@ -74,8 +86,9 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
 
 
 def _options(la: Laplace) -> dict[str, Any]:
-    damping = getattr(la.structure, "damping", False)
+    damping, sharing = (getattr(la.structure, key, None) for key in ("damping", "weight_sharing"))
     structure = la.structure.name + (f", damping {damping!r}" if damping else "")
+    structure += ", reduce" if sharing == "reduce" else ""
     return {
         "likelihood": la.likelihood.name,
         "structure": structure,

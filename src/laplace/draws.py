@@ -6,6 +6,7 @@ Drawn example by example from integers: the same generator gives example n the s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,13 @@ def uniforms(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | 
     return ((steps.double() + 0.5) / _STEPS).to(like.device).transpose(0, 1)
 
 
+def normals_by_example(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers for the outputs of each example, (k, n, c)."""
+    return (math.sqrt(2) * torch.erfinv(2 * uniforms(n, k, c, like, generator) - 1)).to(like.dtype)
+
+
 def normals(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers where nothing is cut into batches: draws of weights and of outputs."""
+    """Standard normal numbers where nothing is cut into batches: draws of weights."""
     eps = torch.randn(shape, generator=generator, dtype=like.dtype, device=_device(like, generator))
     return eps.to(like.device)
 

@@ -56,7 +56,13 @@ def choice(value: object, valid: Iterable[str], what: str, to_come: Iterable[str
     listed = ", ".join(repr(v) for v in valid)
     if word in to_come:
         raise UnsupportedError(f"{what}={word!r} is not built yet. There is: {listed}.")
-    raise OptionError(f"{what}={value!r} is not an option. Valid: {listed}.")
+    raise OptionError(f"{what}={shown(value)} is not an option. Valid: {listed}.")
+
+
+def shown(value: object) -> str:
+    """A value in an error message, cut to what fits on a line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:

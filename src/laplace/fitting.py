@@ -22,6 +22,8 @@ _HELD = 2**21  # numbers held back before their moments are taken
 class Engine(Protocol):
     """What fitting and predicting need of a network: one run on a batch."""
 
+    linear: bool  # whether the outputs are linear in the weights
+
     def forward(self, inputs: Inputs, with_grad: bool = False) -> Forward:
         """Run the network."""
         ...
@@ -75,7 +77,8 @@ class Accumulator:
         with torch.no_grad():
             self._take()
         counts = (self.n_data, self.n_outputs)
-        return Fit(self.structure, self.likelihood, self.kind, self.layout, mean, self.sums, self.data, *counts)
+        parts = (self.structure, self.likelihood, self.kind, self.layout, mean, self.sums, self.data)
+        return Fit(*parts, *counts, linear=self.engine.linear)
 
     def _take(self) -> None:
         """Take the moments of the batches that were held back: one large product instead of many small ones."""
@@ -99,4 +102,4 @@ def _add(total: Sums, part: Sums) -> None:
         if key in total:
             total[key] += value
         else:
-            total[key] = value.clone()
+            total[key] = value.to(torch.float64, copy=True)

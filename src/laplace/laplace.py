@@ -17,13 +17,31 @@ from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Inputs, Keys, device_of, training_batches
 from laplace.budget import DEFAULT, Budget
-from laplace.errors import InputError, LaplaceWarning, NotFittedError, OptionError, StaleWarning, UnsupportedError, choice, warn
+from laplace.errors import (
+    InputError,
+    LaplaceWarning,
+    NotFittedError,
+    OptionError,
+    StaleWarning,
+    UnsupportedError,
+    choice,
+    warn,
+)
 from laplace.fitting import Accumulator, check_finite
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.options import curvature_named, method_named, pred_type_named, structure_named, subset_named, whole_number
+from laplace.options import (
+    curvature_named,
+    generator_or_none,
+    method_named,
+    pred_type_named,
+    samples_of,
+    structure_named,
+    subset_named,
+    whole_number,
+)
 from laplace.posterior import Fit, Posterior
 from laplace.predictive.calls import Predictable
-from laplace.prior import Prior, positive
+from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
 from laplace.summary import summary
 from laplace.tuning import How, log_grid, maximise_evidence, search_grid
@@ -71,8 +89,8 @@ class Laplace(Predictable, Readable):
         self.subset_of_weights = subset_named(subset_of_weights)
         self.structure = structure_named(hessian_structure, damping, weight_sharing)
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
-        self.curvature_samples = whole_number(curvature_samples, "curvature_samples")
-        self.temperature = float(positive(temperature, "temperature"))
+        self.curvature_samples = samples_of(self.curvature, curvature_samples)
+        self._temperature = _checked_temperature(temperature)
         self.enable_backprop = enable_backprop
         self._keys = Keys(dict_key_x, dict_key_y)
         self._last_layer = (last_layer_name, feature_reduction)
@@ -115,6 +133,15 @@ class Laplace(Predictable, Readable):
     def sigma_noise(self, value: float | Tensor) -> None:
         self._sigma, self._cached = self._checked_sigma(value), None
 
+    @property
+    def temperature(self) -> float:
+        """T of p(D given theta)^(1/T). Setting it needs no refit."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._temperature, self._cached = _checked_temperature(value), None
+
     # ---- fit ---------------------------------------------------------------------------------------------------
 
     def fit(
@@ -140,12 +167,18 @@ class Laplace(Predictable, Readable):
         before = None if override else self._fitted
         engine = self._engine(weights) if before is not None else self._fresh_engine(weights)
         sums = Accumulator(
-            engine, self.likelihood, self.structure, weights.layout, self.curvature, self.curvature_samples, generator
+            engine,
+            self.likelihood,
+            self.structure,
+            weights.layout,
+            self.curvature,
+            self.curvature_samples,
+            generator_or_none(generator),
         )
         sums.n_outputs = 0 if before is None else before.n_outputs
         mean = weights.layout.join(weights.tensors(self.model))
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
-        self._prior.check(weights.layout)
+        self._prior.check(weights.layout, self.structure.prior_structures)
         for index, inputs, y in chain([first], stream):
             sums.add(inputs, y, index)
         self._weights, self._plan = weights, getattr(engine, "plan", None)
@@ -227,7 +260,7 @@ class Laplace(Predictable, Readable):
             raise NotFittedError("this posterior has seen no data. Call la.fit(train_loader) first.")
         if self._cached is not None:
             return self._cached
-        posterior = Posterior(self._fitted, self._prior, self._sigma, self.temperature)
+        posterior = Posterior(self._fitted, self._prior, self._sigma, self._temperature)
         if not posterior.needs_grad:
             self._cached = posterior
         return posterior
@@ -252,13 +285,18 @@ class Laplace(Predictable, Readable):
         """Take over what `state_dict` gave, on the same network with the same options."""
         checkpoint.load_state_dict(self, state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_snapshot": None}  # addresses mean nothing in a copy
+
     def __repr__(self) -> str:
         return summary(self)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _restore(self, fit: Fit, weights: LastLayer | AllWeights, prior: Prior, sigma: Tensor, temperature: float) -> None:
-        self._sigma, self.temperature = self._checked_sigma(sigma), temperature
+    def _restore(
+        self, fit: Fit, weights: LastLayer | AllWeights, prior: Prior, sigma: Tensor, temperature: float
+    ) -> None:
+        self._sigma, self._temperature = self._checked_sigma(sigma), _checked_temperature(temperature)
         self._fitted, self._weights, self._prior, self._cached, self._snapshot = fit, weights, prior, None, None
 
     def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer | AllWeights:
@@ -308,11 +346,11 @@ class Laplace(Predictable, Readable):
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:
-            prior.check(self._fitted.layout)
+            prior.check(self._fitted.layout, self.structure.prior_structures)
         self._prior, self._cached = prior, None
 
     def _checked_sigma(self, value: float | Tensor) -> Tensor:
-        sigma = positive(value, "sigma_noise")
+        sigma = own(positive(value, "sigma_noise"))
         if sigma.numel() != 1:
             raise OptionError(f"sigma_noise has {sigma.numel()} values; one for all outputs is needed.")
         if not self.likelihood.has_noise and float(sigma) != 1:
@@ -335,3 +373,10 @@ class Laplace(Predictable, Readable):
         if key not in self._warned:
             self._warned.add(key)
             warn(message, category)
+
+
+def _checked_temperature(value: float) -> float:
+    temperature = positive(value, "temperature")
+    if temperature.numel() != 1:
+        raise OptionError(f"temperature has {temperature.numel()} values; it is one number.")
+    return float(temperature)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
 from laplace.curvature import CURVATURES
-from laplace.errors import OptionError, UnsupportedError, choice
+from laplace.errors import OptionError, UnsupportedError, choice, shown
 from laplace.structures import STRUCTURES, Kron, Structure
 
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
@@ -42,6 +43,14 @@ def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str,
     return choice("ggn" if name is None else name, CURVATURES, "curvature", to_come=("hessian",))
 
 
+def samples_of(kind: str, samples: object) -> int:
+    """How many vectors an estimated curvature takes per example."""
+    number = whole_number(samples, "curvature_samples")
+    if number != 1 and kind not in ("mc", "sketch"):
+        raise OptionError(f"curvature_samples={number} is for curvature='mc' and 'sketch'; {kind!r} draws nothing.")
+    return number
+
+
 def subset_named(name: str) -> str:
     """Which weights are uncertain."""
     return choice(name, ["last_layer", "all"], "subset_of_weights", to_come=("subnetwork",))
@@ -63,9 +72,13 @@ def method_named(name: str) -> str:
 
 def whole_number(value: object, what: str, least: int = 1) -> int:
     """A whole number that is large enough."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{what}={value!r} must be a whole number of at least {least}.")
-    return value
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise OptionError(f"{what}={shown(value)} must be a whole number of at least {least}.")
+    return number
 
 
 def generator_or_none(generator: Any) -> torch.Generator | None:

@@ -36,7 +36,7 @@ class Fit:
     def curvature(self) -> Curvature:
         """H, factorised at first use and kept."""
         with torch.no_grad():
-            return self.structure.curvature(self.sums, self.layout)
+            return self.structure.curvature(self.sums, self.layout, self.mean.dtype)
 
     def plus(self, other: Fit) -> Fit:
         """With the sums of further data added."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from laplace.errors import OptionError
+from laplace.errors import OptionError, shown
 from laplace.weights.layout import Layout
 
 
@@ -21,8 +22,8 @@ class Prior:
     @classmethod
     def of(cls, precision: Tensor | float, mean: Tensor | float) -> Prior:
         """A checked prior from numbers or tensors; lengths are checked once the layout is known."""
-        precision = positive(precision, "prior_precision")
-        mean = _real(mean, "prior_mean")
+        precision = own(positive(precision, "prior_precision"))
+        mean = own(_real(mean, "prior_mean"))
         if precision.dim() > 1 or mean.dim() > 1:
             raise OptionError(
                 f"prior_precision has shape {tuple(precision.shape)} and prior_mean {tuple(mean.shape)}; "
@@ -30,13 +31,18 @@ class Prior:
             )
         return cls(precision, mean)
 
-    def check(self, layout: Layout) -> None:
-        """Refuse lengths that the layout has no meaning for."""
+    def check(self, layout: Layout, structures: Sequence[str] = ("diag",)) -> None:
+        """Refuse lengths that the layout, or a structure with these prior structures, has no meaning for."""
         blocks, weights = len(layout.names), layout.n_params
         if self.precision.numel() not in (1, blocks, weights):
             raise OptionError(
                 f"prior_precision has {self.precision.numel()} values; allowed are 1, {blocks} (one per parameter "
                 f"tensor: {', '.join(layout.names)}) or {weights} (one per weight)."
+            )
+        if "diag" not in structures and self.precision.numel() not in (1, blocks):
+            raise OptionError(
+                f"a prior precision per weight ({weights} values) has no Kronecker form. Give a scalar, or {blocks} "
+                "values (one per parameter tensor), or take hessian_structure='full' or 'diag'."
             )
         if self.mean.numel() not in (1, weights):
             raise OptionError(
@@ -74,6 +80,11 @@ class Prior:
         return Prior(self.precision.to(device), self.mean.to(device))
 
 
+def own(tensor: Tensor) -> Tensor:
+    """A copy that the user cannot write to; the tensor itself where it requires grad."""
+    return tensor if tensor.requires_grad else tensor.detach().clone()
+
+
 def positive(value: Tensor | float, what: str) -> Tensor:
     """`value` as a tensor of positive finite numbers."""
     tensor = _real(value, what)
@@ -91,7 +102,7 @@ def _real(value: Tensor | float, what: str) -> Tensor:
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"{what}={value!r} is no number or tensor: {error}.") from None
+        raise OptionError(f"{what}={shown(value)} is no number or tensor of numbers; write {what}=1.0.") from error
     if tensor.is_complex() or tensor.dtype is torch.bool:
         raise OptionError(f"{what} has dtype {tensor.dtype}; real numbers needed.")
     if not tensor.is_floating_point():

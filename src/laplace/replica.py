@@ -20,7 +20,7 @@ from laplace.errors import ModelError
 def replicate(model: nn.Module, tracked: Collection[str] | None = None) -> nn.Module:
     """A copy of the module tree in eval mode, on the same buffers and parameters.
 
-    Where `tracked` names parameters, the replica's are its own tensors on the same memory, and those alone need gradients.
+    Where `tracked` names parameters, the replica's are its own tensors on the same memory, and those need gradients.
     """
     model = unwrap(model)
     clones: dict[int, Any] = {}
@@ -52,7 +52,7 @@ def replicate(model: nn.Module, tracked: Collection[str] | None = None) -> nn.Mo
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The eager network inside `torch.compile`'s wrapper, whose compiled code would call the original's layers."""
-    while isinstance(inner := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
+    while not isinstance(model, ScriptModule) and isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
         model = inner
     return model
 

@@ -33,6 +33,7 @@ def summary(la: Laplace) -> str:
 
 
 def _shown(value: Tensor) -> str:
+    value = value.detach()
     if value.numel() == 1:
         return f"{float(value):.4g}"
     return f"{value.numel()} values in [{float(value.min()):.3g}, {float(value.max()):.3g}]"

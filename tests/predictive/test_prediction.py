@@ -85,6 +85,28 @@ def test_the_bridge_is_a_dirichlet_with_the_same_mean():
         assert isinstance(p.distribution, Dirichlet)
         torch.testing.assert_close(p.distribution.mean, la(x, link_approx=link))
         torch.testing.assert_close(p.mean, la(x, link_approx=link))
+        lower, upper = p.interval(0.95)
+        assert ((lower < p.mean) & (p.mean < upper)).all()
+
+
+@pytest.mark.parametrize("link", ["probit", "mc", "delta"])
+def test_epistemic_uncertainty_is_the_mutual_information_whatever_the_link(link):
+    la, x = fitted("classification", prior_precision=0.02)
+    p = la.predict(x, link_approx=link, n_samples=5000, generator=torch.Generator().manual_seed(0))
+    draws = la.predictive_samples(x, n_samples=20_000, generator=torch.Generator().manual_seed(1))
+    expected = torch.special.entr(draws.mean(0)).sum(-1) - torch.special.entr(draws).sum(-1).mean(0)
+    torch.testing.assert_close(p.epistemic, expected, atol=0.02, rtol=0)
+
+
+def test_monte_carlo_keeps_covariances_for_any_number_of_classes():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 40).double()
+    x, y = torch.randn(60, 5).double(), torch.randint(40, (60,))
+    la = Laplace(model, "classification").fit(cut(x, y, 30))
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    torch.testing.assert_close(
+        la.predict(x, link_approx="mc", generator=generators[0]).mean, la(x, link_approx="mc", generator=generators[1])
+    )
 
 
 def test_class_probability_intervals_hold_the_draws():

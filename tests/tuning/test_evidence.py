@@ -100,6 +100,26 @@ def test_float32_finds_the_same_optimum():
     assert float(single.sigma_noise) == pytest.approx(float(double.sigma_noise), rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning")
+@pytest.mark.parametrize(("structure", "prior"), [*CASES])
+@pytest.mark.parametrize("start", [1e-3, 1.0, 1e3])
+def test_tuning_never_ends_below_its_start_even_in_float32_with_dead_units(structure, prior, start):
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 4))
+    with torch.no_grad():
+        model[0].bias[:4] = -100.0  # never active: no curvature
+        model[2].weight[:, 0] = 0.0  # and at the prior mean
+    x, y = torch.randn(80, 6), torch.randn(80, 4)
+    la = Laplace(model, "regression", hessian_structure=structure).fit(cut(x, y, 16))
+    la.prior_precision = start
+    before = float(la.log_marginal_likelihood())
+    la.optimize_prior_precision(prior_structure=prior, tune_sigma_noise=True, init_prior_prec=start)
+    assert float(la.log_marginal_likelihood()) >= before
+    scalar = Laplace(model, "regression", hessian_structure=structure).fit(cut(x, y, 16))
+    scalar.optimize_prior_precision(tune_sigma_noise=True)
+    assert float(la.log_marginal_likelihood()) >= float(scalar.log_marginal_likelihood()) - 1e-2
+
+
 def test_verbose_prints_the_way_and_the_result(capsys):
     la = fitted("classification", "kron")
     la.optimize_prior_precision(verbose=True)

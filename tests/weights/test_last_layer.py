@@ -149,3 +149,25 @@ def test_frozen_tensors_are_left_out_and_a_frozen_head_is_taken_whole():
     model.requires_grad_(False)
     with pytest.warns(LaplaceWarning, match="requires_grad=False"):
         assert names(Laplace(model, "classification").fit(cut(x, y, 8))) == ["2.weight", "2.bias"]
+
+
+def test_a_computed_weight_and_another_forward_are_refused():
+    _, x, y = make("mlp", "classification")
+    normed = nn.Sequential(nn.Linear(4, 7), nn.utils.parametrizations.weight_norm(nn.Linear(7, 3))).double()
+    with pytest.raises(ModelError, match="no parameter but computed"):
+        Laplace(normed, "classification").fit(cut(x, y, 8))
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with pytest.raises(ModelError, match="does not compute weight x"):
+        Laplace(nn.Sequential(Doubled(4, 3)).double(), "classification").fit(cut(x, y, 8))
+
+
+def test_a_head_that_lost_its_bias_is_an_error_that_says_so():
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 8))
+    model[2] = nn.Linear(7, 3, bias=False).double()
+    with pytest.raises(ModelError, match=r"no longer has 2\.weight, 2\.bias"):
+        la(x)

@@ -1,8 +1,9 @@
 """The words between the engine and those who listen to it.
 
-For a tracked parameter with input a[n, t, i] and vectors v[k, n] sent back as g[k, n, t, o], the per-example gradient is
-G[k, n] = sum over positions t of g[k, n, t] a[n, t]^T. While fitting, structures ask for second moments of G over a batch; while predicting, the v
-are the unit vectors of output space and posteriors ask what variance G gives to each output. G itself is not formed.
+For a tracked parameter with input a[n, t, i] and vectors v[k, n] sent back as g[k, n, t, o], the per-example gradient
+is G[k, n] = sum over positions t of g[k, n, t] a[n, t]^T. While fitting, structures ask for second moments of G over a
+batch; while predicting, the v are the unit vectors of output space, and posteriors ask what variance G gives to each
+output. G itself is almost never formed.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ _CHUNK = 2**24  # elements of an intermediate tensor
 class Head:
     """Runs a network up to and through its last layer, on a replica of its own."""
 
+    linear = True
+
     def __init__(self, model: nn.Module, weights: LastLayer) -> None:
         self.replica, self.weights = replicate(model), weights
 
@@ -138,8 +140,8 @@ class HeadMoments:
     def gram(self) -> Tensor:
         """sum over n of Lambda_n (x) (phi phi^T), (P, P): one product of rows u (x) phi, one of d-weighted features."""
         total = None
-        if self.curvature.vectors is not None:
-            u = self.curvature.vectors.flatten(0, 1)
+        if self.curvature.vectors is not None:  # in float64: the difference of two such matrices is nearly singular
+            u = self.curvature.vectors.flatten(0, 1).double()
             k = self.curvature.vectors.shape[0]
             rows = torch.cat([_outer(u, a.expand(self.n, -1).repeat(k, 1)) for a in self.features], 1)
             total = gram(rows) if self.curvature.sign > 0 else gram(rows).neg_()
@@ -150,7 +152,7 @@ class HeadMoments:
 
     def _add_diagonal(self, total: Tensor | None, d: Tensor) -> Tensor:
         """The part of diag(d): output c of one tensor meets only output c of another."""
-        n_outputs = d.shape[1]
+        d, n_outputs = d.double(), d.shape[1]
         widths = [a.shape[1] for a in self.features]
         ends = torch.tensor([n_outputs * w for w in widths]).cumsum(0).tolist()
         starts = [0, *ends[:-1]]
@@ -160,7 +162,7 @@ class HeadMoments:
             for b, j, jw in zip(self.features, starts, widths, strict=True):
                 block = total[i : i + n_outputs * iw, j : j + n_outputs * jw].unflatten(0, (n_outputs, iw))
                 block.unflatten(2, (n_outputs, jw)).diagonal(dim1=0, dim2=2).add_(
-                    (left @ b.expand(self.n, -1)).permute(1, 2, 0)
+                    (left @ b.expand(self.n, -1).double()).permute(1, 2, 0)
                 )
         return total
 

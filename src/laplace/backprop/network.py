@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from laplace.algebra import gram
-from laplace.backprop.plan import Plan, make_plan, zeros_for
 from laplace.backprop.layers.generic import quiet
+from laplace.backprop.plan import Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
 from laplace.backprop.uses import Dense, Use
 from laplace.batches import Inputs
@@ -27,6 +27,8 @@ from laplace.weights.all_weights import AllWeights
 
 class Network:
     """Runs a replica of a network; makes its plan on the first batch."""
+
+    linear = False
 
     def __init__(
         self, model: nn.Module, weights: AllWeights, budget: Budget, plan: Plan | None = None, reduce: bool = False
@@ -154,9 +156,7 @@ class NetworkForward:
             except RuntimeError:  # an operation without a batching rule: remembered
                 self.plan.seconds[True] = float("inf")
         rows = [torch.autograd.grad(self.f, edges, vector, **options) for vector in v]
-        return [
-            torch.stack([zeros_for(row[i], *kind, v) for row in rows]) for i, kind in enumerate(kinds)
-        ]
+        return [torch.stack([zeros_for(row[i], *kind, v) for row in rows]) for i, kind in enumerate(kinds)]
 
     def _batched(self, k: int) -> bool:
         """Whether all vectors go back at once: what was cheaper so far, if they fit; each way is tried once."""
@@ -188,7 +188,7 @@ class NetworkMoments:
 
 
 class NetworkJacobian:
-    """The Jacobian of the outputs in all parameters; written out only for a dense posterior, some examples at a time."""
+    """The Jacobian of the outputs in all parameters; written out for a dense posterior only, in chunks of examples."""
 
     def __init__(self, parameters: list[Use], network: Network) -> None:
         self.parameters, self.network = parameters, network

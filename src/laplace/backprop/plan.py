@@ -46,8 +46,8 @@ class Plan:
 
     def rule_of(self, name: str) -> str:
         """The name of the rule that explains a parameter."""
-        rules = {o.rule.name + (f" in {owner!r}" if o.rule.name == "generic" else "") for owner, o in self.owners.items()
-                 if name in o.keys.values()}  # fmt: skip
+        owners = [(path, owner.rule.name) for path, owner in self.owners.items() if name in owner.keys.values()]
+        rules = {f"{rule} in {path!r}" if rule == "generic" else rule for path, rule in owners}
         return "unused" if name in self.unused else " + ".join(sorted(rules))
 
     def uses(self, layout: Layout, calls: list[tuple[Recorded, list[Tensor]]], n: int, v: Tensor, inputs: Inputs,
@@ -111,7 +111,9 @@ def _ladder(site: str, called: set[str]) -> list[str]:
     return [path for path in paths if path in called]
 
 
-def _owners(replica: nn.Module, sites: dict[str, list[str]], above: dict[str, int], called: set[str]) -> dict[str, Owner]:
+def _owners(
+    replica: nn.Module, sites: dict[str, list[str]], above: dict[str, int], called: set[str]
+) -> dict[str, Owner]:
     owners: dict[str, Owner] = {}
     for name, places in sites.items():
         for site in places:
@@ -210,8 +212,8 @@ def _hand_up(failed: list[str], above: dict[str, int], sites: dict[str, list[str
         if above[name] >= longest - 1 + (longest == 1):
             raise ModelError(
                 f"the gradient of {name!r} on a whole batch is not the sum of its examples' own gradients: examples "
-                "interact in the network (BatchNorm without running statistics does that), or it draws random numbers in "
-                "eval mode. A posterior needs independent examples: give BatchNorm running statistics."
+                "interact in the network (BatchNorm without running statistics does that), or it draws random numbers "
+                "in eval mode. A posterior needs independent examples: give BatchNorm running statistics."
             )
         above[name] += 1
     return bool(failed)

@@ -1,8 +1,8 @@
 """The algebra on (a, g): what structures and posteriors ask of one parameter's uses in one batch.
 
-`Outer` is a parameter whose per-example gradient is a sum of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T, in one
-or more groups; `Dense` holds G itself. Both answer the same questions (`MomentsOf` while fitting, `JacobianOf` while
-predicting, where the k are the outputs). G is contracted for some examples at a time, and never kept.
+`Outer` is a parameter whose per-example gradient is a sum of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T, in
+one or more groups; `Dense` holds G itself. Both answer the same questions (`MomentsOf` while fitting, `JacobianOf`
+while predicting, where the k are the outputs). G is contracted for some examples at a time, and never kept.
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ class Outer(Use):
         a, g = self.a.read(part).to(self.g.dtype), self.g[:, part]
         k, _, t, _, o = g.shape
         early_right, early_left = t <= k * o, t <= a.shape[3]
-        out = _contract(_rotate(a, spread.right if early_right else None), _rotate(g, spread.left if early_left else None))
+        out = _contract(
+            _rotate(a, spread.right if early_right else None), _rotate(g, spread.left if early_left else None)
+        )
         if not early_right and spread.right is not None:
             out = out @ spread.right.vectors
         return out if early_left or spread.left is None else spread.left.vectors.mT @ out
@@ -265,6 +267,7 @@ def _rotate(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D)
 
 
 def grams(rows: Tensor) -> Tensor:  # (M, Gr, D) -> (Gr, D, D)
+    """rows^T rows of each group."""
     if rows.shape[1] == 1:
         return gram(rows.squeeze(1)).unsqueeze(0)
     rows = rows.transpose(0, 1)

@@ -13,7 +13,7 @@ from laplace.algebra import gram
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Lambda_n = diag(d_n) + sign * sum_k u_kn u_kn^T.
+    """Lambda_n = diag(d_n) + sign * sum_k u_kn u_kn^T; with sign -1 each row of it sums to zero.
 
     Every curvature that we use has this form: the Fisher of a Gaussian (d = 1) and of a categorical (d = p, u = p,
     sign -1), the empirical Fisher, Monte-Carlo and sketched ones (d = 0, the u are the vectors sent back).
@@ -53,9 +53,10 @@ class OutputCurvature:
             assert self.diagonal is not None
             return self.diagonal.sum(0).diag()
         total = gram(self.vectors.flatten(0, 1))
-        if self.sign < 0:
-            total = total.neg_()
-        if self.diagonal is not None:
+        if self.sign < 0:  # rows of Lambda sum to zero: so do those of the sum, without cancellation on the diagonal
+            total = total.neg_().fill_diagonal_(0)
+            total.diagonal().sub_(total.sum(1))
+        elif self.diagonal is not None:
             total.diagonal().add_(self.diagonal.sum(0))
         return total
 

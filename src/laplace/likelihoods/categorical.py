@@ -33,8 +33,10 @@ class Categorical(Likelihood):
                 f"class labels have dtype {y.dtype}; integers needed. Write y.long() (or y.argmax(-1) of one-hot)."
             )
         if y.shape != f.shape[:1]:
+            fix = {f.shape: "y.argmax(-1)", (len(f), 1): "y.squeeze(1)"}.get(y.shape, "one label per example")
             raise InputError(
-                f"class labels have shape {tuple(y.shape)}; for outputs {tuple(f.shape)} it must be ({f.shape[0]},)."
+                f"class labels have shape {tuple(y.shape)}; for outputs {tuple(f.shape)} it must be ({f.shape[0]},): "
+                f"{fix}."
             )
         y = y.long()
         low, high = int(y.min()), int(y.max())

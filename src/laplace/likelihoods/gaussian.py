@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.curvature.output import OutputCurvature
-from laplace.draws import uniforms
+from laplace.draws import normals_by_example
 from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, Sums
 
@@ -46,8 +46,7 @@ class Gaussian(Likelihood):
         return eps
 
     def sample(self, f: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        u = uniforms(f.shape[0], n_samples, f.shape[1], f, generator)
-        return f + (math.sqrt(2) * torch.erfinv(2 * u - 1)).to(f.dtype)
+        return f + normals_by_example(f.shape[0], n_samples, f.shape[1], f, generator)
 
     def inverse_link(self, f: Tensor) -> Tensor:
         return f

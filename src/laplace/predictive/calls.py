@@ -1,4 +1,4 @@
-"""The calls that predict: `la(x)`, `la.predict(x)` and the samples. Inputs are run in chunks, and parts put together."""
+"""The calls that predict: `la(x)`, `la.predict(x)` and the samples. Inputs run in chunks, parts are put together."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Predictable(ABC):
 
         Classification: probabilities (N, C), through `link_approx` ('probit', 'mc', 'bridge', 'bridge_norm', 'delta').
         Regression: mean (N, C) and covariance of f (N, C, C), without observation noise; variances (N, C) with
-        `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`; of some outputs alone with
-        `outputs`, a list of their indices. `pred_type='nn'` averages the network over `n_samples` draws of the weights
-        instead of linearising it.
+        `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`; of some outputs alone
+        with `outputs`, a list of their indices. `pred_type='nn'` averages the network over `n_samples` draws of the
+        weights instead of linearising it.
         """
         pred_type = pred_type_named(pred_type)
         classifies = not self.likelihood.has_noise
@@ -108,7 +108,7 @@ class Predictable(ABC):
         """p(y given x, data) with observation noise, its summaries, and epistemic and aleatoric uncertainty apart.
 
         `x` is a tensor, a mapping, a tuple of inputs, or a DataLoader (labels in it are not looked at). Covariances
-        between outputs are taken into account up to 32 outputs, or as `diagonal_output` says.
+        between outputs are taken into account up to 32 outputs and with link 'mc', or as `diagonal_output` says.
         """
         pred_type = pred_type_named(pred_type)
         if not self.likelihood.has_noise:
@@ -199,7 +199,7 @@ class Predictable(ABC):
     ) -> tuple[OutputGaussian, Tensor | None]:
         """The outputs' distribution for one run, and the class probabilities."""
         if independent is None:
-            independent = forward.outputs.shape[1] > _MAX_COVARIANCE
+            independent = forward.outputs.shape[1] > _MAX_COVARIANCE and link != "mc"
         outputs = predicting.linearised(self.posterior, forward, with_covariance=not independent)
         if self.likelihood.has_noise:
             return outputs, None
@@ -216,4 +216,3 @@ class Predictable(ABC):
                 f"outputs={outputs!r} must be indices from 0 to {n - 1}, for regression with pred_type='glm'."
             )
         return index.long()
-

@@ -19,18 +19,18 @@ def decompose(
     outputs: OutputGaussian | OutputSamples,
     draws: Draws,
 ) -> tuple[Tensor, Tensor]:
-    """Epistemic (mutual information of label and weights) and aleatoric (expected entropy) part of entropy(p), (N,).
+    """Epistemic and aleatoric part of entropy(p), (N,) each.
 
-    Monte Carlo gives both parts of the entropy of the draws' own mean; where p comes from another approximation of the
-    same integral, they are scaled so that their sum is the entropy of p.
+    The epistemic part is the mutual information of label and weights, the entropy of the draws' mean minus the mean of
+    their entropies, by Monte Carlo. The aleatoric part is what remains of entropy(p): the draws' expected entropy where
+    p is their mean (link 'mc'), and that plus the error of the link otherwise.
     """
     if draws.generator is None:
         draws = Draws(draws.n, torch.Generator(p.device).manual_seed(0))
-    expected, mean = [], []
+    information = []
     for part in outputs.draws(draws):
         probabilities = part.softmax(-1)
-        expected.append(entropy(probabilities).mean(0))
-        mean.append(entropy(probabilities.mean(0)))
-    share = (torch.cat(expected) / torch.cat(mean).clamp(min=torch.finfo(p.dtype).tiny)).clamp(0, 1)
+        information.append(entropy(probabilities.mean(0)) - entropy(probabilities).mean(0))
     total = entropy(p)
-    return total * (1 - share), total * share
+    epistemic = torch.cat(information).clamp(min=0).minimum(total)
+    return epistemic, total - epistemic

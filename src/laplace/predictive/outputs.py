@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.draws import Draws, normals
+from laplace.draws import Draws, normals_by_example
 
 _CHUNK = 2**24  # elements drawn at a time
 
@@ -24,9 +24,9 @@ class OutputGaussian:
     def draws(self, how: Draws) -> Iterator[Tensor]:
         """Draws for consecutive chunks of inputs, (S, n, C) each; without covariances, outputs are independent."""
         step = max(1, _CHUNK // (how.n * self.mean.shape[1]))
-        for start in range(0, self.mean.shape[0], step):
+        for start in range(0, max(1, self.mean.shape[0]), step):
             part = slice(start, start + step)
-            eps = normals((how.n, *self.mean[part].shape), self.mean, how.generator)
+            eps = normals_by_example(len(self.mean[part]), how.n, self.mean.shape[1], self.mean, how.generator)
             if self.covariance is None:
                 yield self.mean[part] + self.variance[part].sqrt() * eps
             else:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, MultivariateNormal, Normal
+from torch.distributions import Dirichlet, Distribution, MultivariateNormal, Normal
 
 from laplace.draws import Draws
 from laplace.errors import OptionError
@@ -21,7 +22,7 @@ class Prediction:
     distribution  a `torch.distributions` object with the observation noise included
     mean          E[y] for regression, (N, C); the class probabilities for classification, (N, C)
     epistemic     what more data could take away: variance (N, C) of f, or mutual information (N,) of y and weights
-    aleatoric     what it could not: the noise variance (N, C), or the expected entropy (N,)
+    aleatoric     what it could not: the noise variance (N, C), or the rest of the entropy (N,)
     """
 
     distribution: Distribution
@@ -43,7 +44,8 @@ class Prediction:
     def quantile(self, q: float | Tensor) -> Tensor:
         """The q-quantile of y (regression) or of each class's probability under the posterior (classification), (N, C).
 
-        For several q, (Q, N, C). Class probabilities are those of 1,000 seeded draws of the outputs.
+        For several q, (Q, N, C). Class probabilities are those of 1,000 seeded draws: of the Dirichlet of a bridge,
+        else of the outputs, whose mean is that of link 'mc' (the other links approximate it).
         """
         levels = torch.as_tensor(q, dtype=self.mean.dtype, device=self.mean.device)
         if levels.dim() > 1 or not ((levels > 0) & (levels < 1)).all():
@@ -51,6 +53,12 @@ class Prediction:
         if self.is_regression:
             spread = self.total.sqrt()
             return self.mean + spread * torch.special.ndtri(levels).reshape(*levels.shape, *[1] * spread.dim())
+        if isinstance(self.distribution, Dirichlet):
+            alpha = self.distribution.concentration
+            gammas = np.random.default_rng(0).standard_gamma(
+                alpha.detach().cpu().double().numpy(), (1000, *alpha.shape)
+            )
+            return torch.from_numpy(gammas / gammas.sum(-1, keepdims=True)).to(levels).quantile(levels, 0)
         draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
         return torch.cat([d.softmax(-1).quantile(levels, 0) for d in draws], dim=-2)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Jacobian, Moments
@@ -107,5 +108,5 @@ class Structure(ABC):
         """What one batch adds."""
 
     @abstractmethod
-    def curvature(self, sums: Sums, layout: Layout) -> Curvature:
-        """H from the sums: eigendecompositions happen here, once per fit."""
+    def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Curvature:
+        """H from the sums, in `dtype`: eigendecompositions happen here, once per fit."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace.algebra import eigh
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
 from laplace.structures.base import Curvature, Gaussian, Structure, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
@@ -29,13 +30,13 @@ class BlockDiagonal(Structure):
         named = zip(layout.names, moments.parameters, strict=True)
         return {f"{name}/{key}": value for name, m in named for key, value in self.block_sums(m).items()}
 
-    def curvature(self, sums: Sums, layout: Layout) -> BlockCurvature:
-        eigh, parts = Eigh(), {name: {} for name in layout.names}
+    def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> BlockCurvature:
+        decompose, parts = Eigh(dtype), {name: {} for name in layout.names}
         for key, value in sums.items():
             name, _, kind = key.rpartition("/")
             parts[name][kind] = value
         shapes = zip(layout.names, layout.shapes, strict=True)
-        return BlockCurvature([self.block(parts[name], shape, eigh) for name, shape in shapes], layout)
+        return BlockCurvature([self.block(parts[name], shape, decompose) for name, shape in shapes], layout)
 
 
 class BlockCurvature(Curvature):
@@ -114,14 +115,15 @@ class BlockDiagonalGaussian(Gaussian):
 class Eigh:
     """Eigendecomposition of positive semi-definite matrices; equal ones (a layer's weight and bias) only once."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.seen: list[tuple[Tensor, tuple[Tensor, Basis]]] = []
 
     def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
         for other, result in self.seen:
             if other.shape == matrix.shape and torch.equal(other, matrix):
                 return result
-        values, vectors = torch.linalg.eigh(matrix)
-        result = values.clamp(min=0), Basis(vectors)
+        values, vectors = eigh(matrix, self.dtype)
+        result = values, Basis(vectors)
         self.seen.append((matrix, result))
         return result

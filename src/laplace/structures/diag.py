@@ -19,7 +19,7 @@ class Diag(BlockDiagonal):
         return {"diag": moments.squares()}
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:
-        return DiagBlock(sums["diag"].clamp(min=0), shape)
+        return DiagBlock(sums["diag"].clamp(min=0).to(eigh.dtype), shape)
 
 
 class DiagBlock(Block):
@@ -60,7 +60,9 @@ class DiagGaussian(BlockGaussian):
         return vectors / self.precision
 
     def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        return getattr(jacobian, what)(Spread(self.precision.reciprocal().reshape(1, self.shape[0] if self.shape else 1, -1)), *args)
+        return getattr(jacobian, what)(
+            Spread(self.precision.reciprocal().reshape(1, self.shape[0] if self.shape else 1, -1)), *args
+        )
 
     def traces(self, each: bool) -> Traces:
         variance = self.precision.double().reciprocal()

@@ -26,21 +26,21 @@ class Full(Structure):
     def sums(self, moments: Moments, layout: Layout) -> Sums:
         return {"H": moments.gram()}
 
-    def curvature(self, sums: Sums, layout: Layout) -> FullCurvature:
-        return FullCurvature(sums["H"], layout)
+    def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> FullCurvature:
+        return FullCurvature(sums["H"], layout, dtype)
 
 
 class FullCurvature(Curvature):
     """H and, once asked for, its eigendecomposition."""
 
-    def __init__(self, h: Tensor, layout: Layout) -> None:
-        self.h, self.layout = (h + h.T) / 2, layout
+    def __init__(self, h: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        self.h, self.layout, self.dtype = (h + h.T) / 2, layout, dtype  # h in float64
 
     @cached_property
     def eigh(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues, not below zero, and eigenvectors of H."""
+        """Eigenvalues, not below zero, and eigenvectors of H; in float64, whose rounding is far below any prior."""
         values, vectors = torch.linalg.eigh(self.h)
-        return values.clamp(min=0), vectors
+        return values.clamp(min=0).to(self.dtype), vectors.to(self.dtype)
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
         if all(d is precision[0] and d.numel() == 1 for d in precision):
@@ -48,10 +48,10 @@ class FullCurvature(Curvature):
             return SpectralGaussian(scale * values + precision[0].reshape(()), vectors, self.layout)
         sizes = self.layout.sizes
         diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in zip(precision, sizes, strict=True)])
-        return CholeskyGaussian(scale * self.h + diagonal.to(self.h).diag(), self.layout)
+        return CholeskyGaussian(scale.to(self.h) * self.h + diagonal.to(self.h).diag(), self.layout, self.dtype)
 
     def matrix(self) -> Tensor:
-        return self.h
+        return self.h.to(self.dtype)
 
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
         spectral = [g for g in gaussians if isinstance(g, SpectralGaussian)]
@@ -90,7 +90,9 @@ class _Dense(Gaussian):
         return jacobians @ self.sigma @ jacobians.mT
 
     def traces(self, groups: str) -> Traces:
-        sigma = self.sigma.double()
+        return self._grouped(self.sigma.double(), groups)
+
+    def _grouped(self, sigma: Tensor, groups: str) -> Traces:
         t, m = sigma.diagonal(), sigma.square()
         if groups == "diag":
             return t, m
@@ -129,29 +131,32 @@ class SpectralGaussian(_Dense):
 
 
 class CholeskyGaussian(_Dense):
-    """Precision L L^T."""
+    """Precision L L^T, factorised in float64."""
 
-    def __init__(self, precision: Tensor, layout: Layout) -> None:
-        self.precision, self.layout = precision, layout
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        self.precision, self.layout, self.dtype = precision, layout, dtype
         self.root, failed = torch.linalg.cholesky_ex(precision)
         if failed:
             smallest = float(torch.linalg.eigvalsh(precision.detach().double())[0])
             raise NumericalError(
                 f"the posterior precision is not positive definite in {precision.dtype}: its smallest eigenvalue is "
-                f"{smallest:.3g}. Raise the prior precision by {max(-2 * smallest, 0):.3g}, or use a float64 model."
+                f"{smallest:.3g}. Raise the prior precision by {max(-2 * smallest, 0):.3g}."
             )
 
     def logdet(self) -> Tensor:
         return 2 * self.root.diagonal().double().log().sum()
 
     def color(self, eps: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.root.T, eps.T, upper=True).T
+        return torch.linalg.solve_triangular(self.root.T, eps.T.to(self.root), upper=True).T.to(self.dtype)
 
     def quadratic(self, vector: Tensor) -> Tensor:
-        return (vector @ self.root).square().sum(-1)
+        return (vector.to(self.root) @ self.root).square().sum(-1).to(self.dtype)
 
     def precision_matrix(self) -> Tensor:
-        return self.precision
+        return self.precision.to(self.dtype)
 
     def covariance_matrix(self) -> Tensor:
-        return torch.cholesky_inverse(self.root)
+        return torch.cholesky_inverse(self.root).to(self.dtype)
+
+    def traces(self, groups: str) -> Traces:
+        return self._grouped(torch.cholesky_inverse(self.root), groups)

@@ -24,7 +24,7 @@ DAMPINGS = (False, True, "balanced")
 
 
 class Kron(BlockDiagonal):
-    """A Kronecker-factored block per tensor; a dense or diagonal one where a tensor's gradients are no outer products."""
+    """A Kronecker-factored block per tensor; dense or diagonal where a tensor's gradients are no outer products."""
 
     name = "kron"
     prior_structures = ("scalar", "layerwise")
@@ -46,7 +46,7 @@ class Kron(BlockDiagonal):
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         if "diag" in sums:
-            return DiagBlock(sums["diag"].clamp(min=0), shape)
+            return DiagBlock(sums["diag"].clamp(min=0).to(eigh.dtype), shape)
         if "H" in sums:  # a dense block is one whose second factor is 1
             one = torch.ones_like(sums["H"][:1, :1])
             sums = {"A": sums["H"].unsqueeze(0), "B": one.unsqueeze(0), "count": one}
@@ -116,7 +116,9 @@ class KronGaussian(BlockGaussian):
 
     def precision_matrix(self) -> Tensor:
         blocks = []
-        for left, right, values in zip(self.block.left.vectors, self.block.right.vectors, self.eigenvalues, strict=True):
+        for left, right, values in zip(
+            self.block.left.vectors, self.block.right.vectors, self.eigenvalues, strict=True
+        ):
             basis = torch.kron(left, right)
             blocks.append((basis * values.flatten()) @ basis.T)
         return torch.block_diag(*blocks)

@@ -78,6 +78,7 @@ class _Problem:
             self.p = torch.tensor(sizes, dtype=torch.float64, device=offset.device)
         self.commutes = fit.curvature.commutes
         self.q = 2.0 if fit.kind == "ef" else 1.0
+        self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
 
     def at(self, x: Tensor) -> Posterior:
         """The posterior with these hyperparameters."""
@@ -115,16 +116,16 @@ class _Problem:
     def _noise(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """First and second derivative of (1/T) log p(D given mean) in z = log sigma."""
         fit = self.posterior.fit
-        with torch.enable_grad():
-            z = z.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            z = z.detach().clone().requires_grad_()
             value = fit.likelihood.log_likelihood(fit.data, z.exp()) / self.posterior.temperature
             (slope,) = torch.autograd.grad(value, z, create_graph=True)
             (bend,) = torch.autograd.grad(slope, z)
         return slope.detach(), bend.detach()
 
     def _step_by_autograd(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            x = x.detach().clone().requires_grad_()
             value = self.at(x).log_evidence
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
             rows = [torch.autograd.grad(g, x, retain_graph=True)[0] for g in gradient]
@@ -146,7 +147,7 @@ def _solve(
         ridge = 1e-12 * dense.diagonal().abs().max() * torch.eye(len(index), dtype=dense.dtype, device=dense.device)
         step[index] = torch.linalg.solve(dense[index][:, index] + ridge, gradient[index])
         return step
-    diagonal = diagonal.clamp(min=1e-300)
+    diagonal = diagonal.clamp(min=1e-12)
     if border is None or corner is None:
         step[free] = gradient[free] / diagonal[free]
         return step
@@ -181,9 +182,11 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
             )
         if not free.any():
             return x, number
-        if float(gradient @ step) < _TOLERANCE * max(1.0, abs(float(value))):
-            return (x + step).clamp(-BOUND, BOUND), number  # quadratic convergence: this last step is worth two
-        step = step * min(1.0, _LONGEST_STEP / float(step.abs().max()))
+        gain = float(gradient @ step)
+        if gain < 0:  # no ascent direction in this precision: the gradient is one
+            step, gain = gradient * free, float((gradient * free) @ gradient)
+        step = step.clamp(-_LONGEST_STEP, _LONGEST_STEP)
+        done = gain < problem.tolerance * max(1.0, abs(float(value)))
         for _ in range(30):
             candidate = (x + step).clamp(-BOUND, BOUND)
             new = problem.step(candidate, free)
@@ -191,8 +194,10 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
                 break
             step = step / 2
         else:
-            return x, number
+            return x, number  # nothing better in this direction
         x, (value, gradient, step) = candidate, new
+        if done:
+            return x, number
     return x, max_steps
 
 

@@ -108,7 +108,15 @@ class _Mean:
         self.loss, self.total, self.n = loss, 0.0, 0
 
     def add(self, prediction: Predicted, y: Tensor, sigma: Tensor) -> None:
-        self.total += float(self.loss(*_arguments(prediction, sigma), y)) * len(y)
+        arguments = _arguments(prediction, sigma)
+        try:
+            value = float(self.loss(*arguments, y))
+        except (TypeError, ValueError, RuntimeError) as error:
+            form = "(probabilities, y)" if len(arguments) == 1 else "(mean, variance, y)"
+            raise OptionError(
+                f"loss must be a function of {form} that returns one number; it failed: {error}"
+            ) from error
+        self.total += value * len(y)
         self.n += len(y)
 
     def value(self) -> float:

@@ -21,7 +21,9 @@ class Snapshot:
     @classmethod
     def of(cls, model: nn.Module) -> Snapshot:
         """The network as it is now."""
-        return cls(tuple((p.data_ptr(), p._version) for p in unwrap(model).parameters()))
+        network = unwrap(model)
+        tensors = (*network.parameters(), *network.buffers())
+        return cls(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
 
 
 def what_changed(model: nn.Module, weights: LastLayer | AllWeights, mean: Tensor, then: Snapshot | None) -> str | None:
@@ -30,5 +32,5 @@ def what_changed(model: nn.Module, weights: LastLayer | AllWeights, mean: Tensor
     if not all(torch.equal(t.to(m).flatten(), m) for t, m in now):
         return f"the uncertain weights of {weights.described} have changed"
     if then is not None and Snapshot.of(model) != then:
-        return "weights of the network have been written to, moved or replaced"
+        return "weights or statistics of the network have been written to, moved or replaced"
     return None

@@ -55,8 +55,11 @@ class LastLayer:
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
         """The uncertain tensors, as they are in the network now."""
-        layer = self.layer(model)
-        return [getattr(layer, name.rpartition(".")[2]).detach() for name in self.layout.names]
+        own = self.layer(model)._parameters
+        found = [own.get(name.rpartition(".")[2]) for name in self.layout.names]
+        if any(p is None for p in found):
+            raise ModelError(f"the last layer no longer has {', '.join(self.layout.names)}. Call la.fit again.")
+        return [p.detach() for p in found if p is not None]
 
     def reduce(self, h: Tensor) -> Tensor:  # (N, ..., D) -> (N, D)
         """Features or outputs of the layer with the dimensions between the first and the last taken away."""
@@ -82,6 +85,7 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
                         f"feature_reduction={way!r}, which gives its output. Pass it to silence this."
                     )
                 _check_called_once(call.name, calls)
+                _check_linear(call)
                 return LastLayer(call.name, _uncertain(model, call.name), way)
     raise ModelError(_not_found(name, calls, output))
 
@@ -89,6 +93,8 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
 @dataclass
 class _Call:
     name: str
+    layer: nn.Linear
+    input: Tensor
     output: Tensor
     version: int
 
@@ -99,9 +105,9 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
     calls: list[_Call] = []
 
     def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: Any, args: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                calls.append(_Call(name, output, output._version))
+                calls.append(_Call(name, module, args[0], output, output._version))
 
         return hook
 
@@ -157,6 +163,23 @@ def _check_called_once(name: str, calls: list[_Call]) -> None:
     times = sum(call.name == name for call in calls)
     if times > 1:
         raise ModelError(f"the last layer {name!r} is called {times} times in one run of the network; once is needed.")
+
+
+def _check_linear(call: _Call) -> None:
+    """Refuse a layer whose weight is computed from other parameters, or whose forward is another one."""
+    own = call.layer._parameters
+    if own.get("weight") is None or (call.layer.bias is not None and own.get("bias") is None):
+        raise ModelError(
+            f"the weight of the last layer {call.name!r} is no parameter but computed (weight_norm, spectral_norm, "
+            "another parametrization). Write torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')."
+        )
+    with torch.no_grad():
+        plain = nn.functional.linear(call.input, call.layer.weight, call.layer.bias)
+    if not close(plain, call.output):
+        raise ModelError(
+            f"the last layer {call.name!r}, a {type(call.layer).__name__}, does not compute weight x + bias; its "
+            "forward must be nn.Linear's own."
+        )
 
 
 def _not_found(name: str | None, calls: list[_Call], output: Tensor) -> str:

@@ -28,8 +28,10 @@ class Call:
         if split is not None:
             return split
         shape = (*tensor.shape[:lead], self.n, *tensor.shape[lead + 1 :])
-        return tensor.expand(shape) if tensor.shape[lead] == 1 else tensor.unsqueeze(lead).expand(
-            *tensor.shape[:lead], self.n, *tensor.shape[lead:]
+        return (
+            tensor.expand(shape)
+            if tensor.shape[lead] == 1
+            else tensor.unsqueeze(lead).expand(*tensor.shape[:lead], self.n, *tensor.shape[lead:])
         )
 
 

@@ -77,5 +77,3 @@ def padded(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
         return x
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     return F.pad(x, around, mode=mode)
-
-

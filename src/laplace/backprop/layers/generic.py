@@ -1,8 +1,8 @@
 """Any other parameter: exact per-example gradients through the smallest module that holds all its uses.
 
-The module is run again on one example at a time (vectorised with torch.func where that works, in a loop where it does
-not), and the gradient at its outputs is pulled back to the parameter. Costs a forward and a backward pass of that module
-per vector.
+The module is run again on one example at a time (vectorised with torch.func where that works, in a loop where it
+does not), and the gradient at its outputs is pulled back to the parameter. Costs a forward and a backward pass of that
+module per vector.
 """
 
 from __future__ import annotations
