@@ -16,7 +16,7 @@ from laplace.posterior import Fit
 from laplace.structures import Structure, Sums
 from laplace.weights.layout import Layout
 
-_HELD = 2**21  # numbers held back before their moments are taken
+_HELD = 2**22  # numbers held back before their moments are taken
 
 
 class Engine(Protocol):
@@ -102,4 +102,4 @@ def _add(total: Sums, part: Sums) -> None:
         if key in total:
             total[key] += value
         else:
-            total[key] = value.to(torch.float64, copy=True)
+            total[key] = value.clone()

@@ -24,7 +24,7 @@ class Full(Structure):
     name = "full"
 
     def sums(self, moments: Moments, layout: Layout) -> Sums:
-        return {"H": moments.gram()}
+        return {"H": moments.gram().double()}
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> FullCurvature:
         return FullCurvature(sums["H"], layout, dtype)

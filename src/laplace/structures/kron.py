@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.algebra import in_sums
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.errors import OptionError
 from laplace.structures.base import Sums, Traces
@@ -37,11 +38,11 @@ class Kron(BlockDiagonal):
     def block_sums(self, moments: MomentsOf) -> Sums:
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
-            return {"H": moments.gram()} if small else {"diag": moments.squares()}
-        sums = {"B": moments.outputs()}
+            return {"H": moments.gram().double()} if small else {"diag": moments.squares().double()}
+        sums = {"B": in_sums(moments.outputs())}
         if moments.first:
             gram, count = moments.inputs()
-            sums |= {"A": gram, "count": gram.new_tensor(count, dtype=torch.float64)}
+            sums |= {"A": in_sums(gram), "count": gram.new_tensor(count, dtype=torch.float64)}
         return sums
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
