@@ -7,8 +7,9 @@ its `forward` names the mapping's keys (Hugging Face), and as one positional arg
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from laplace.errors import InputError, LaplaceError, ModelError
+from laplace.precision import as_called
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         """The same inputs on `device`."""
-        return Inputs(_map_tensors(self.x, lambda t: t.to(device)), self.kwargs, self.keys)
+        kwargs = _map_tensors(dict(self.kwargs), lambda t: t.to(device))
+        return Inputs(_map_tensors(self.x, lambda t: t.to(device)), kwargs, self.keys)
 
     def normal_tensors(self) -> Inputs:
         """The same with tensors that were made in inference mode copied, so that autograd can work on them."""
@@ -73,13 +76,15 @@ class Inputs:
     def call_with(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Tensor:
         """The network's logits with some parameters replaced; the network itself is not written to."""
         args, named = self._arguments(model)
-        return logits(functional_call(model, dict(parameters), args, {**named, **self.kwargs}))
+        with as_called():
+            return logits(functional_call(model, dict(parameters), args, {**named, **self.kwargs}))
 
     def call(self, model: nn.Module) -> Tensor:
         """The network's logits on these inputs."""
         args, named = self._arguments(model)
         try:
-            output = model(*args, **named, **self.kwargs)
+            with as_called():
+                output = model(*args, **named, **self.kwargs)
         except (TypeError, RuntimeError) as error:
             if isinstance(error, (LaplaceError, torch.OutOfMemoryError)):
                 raise
@@ -87,7 +92,7 @@ class Inputs:
         return logits(output)
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(self.x, Mapping) and _takes_keywords(model, self.x):
+        if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
             return (), {k: v for k, v in self.x.items() if k != self.keys.y}
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
 
@@ -195,12 +200,14 @@ def _state(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any]) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return True
+def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> bool:
+    """Whether `forward` wants the mapping's entries by name: it names the main one, or all it requires are there."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return bool(names & set(mapping))
+    required = {p.name for p in parameters if p.default is p.empty and p.name in names}
+    if keys.x in names:
+        return True
+    return required <= set(mapping) and bool(names & set(mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
@@ -218,7 +225,12 @@ def _map_tensors(x: Any, f: Any) -> Any:
     if isinstance(x, Tensor):
         return f(x)
     if isinstance(x, Mapping):
-        return {key: _map_tensors(value, f) for key, value in x.items()}
+        entries = {key: _map_tensors(value, f) for key, value in x.items()}
+        if not isinstance(x, MutableMapping) or type(x) is dict:
+            return entries
+        same = copy.copy(x)  # a BatchEncoding stays one
+        same.update(entries)
+        return same
     if isinstance(x, (tuple, list)):
         mapped = [_map_tensors(value, f) for value in x]
         return type(x)(*mapped) if hasattr(x, "_fields") else type(x)(mapped)

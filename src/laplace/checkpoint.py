@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from laplace.errors import InputError
 from laplace.posterior import Fit
 from laplace.prior import Prior
-from laplace.replica import unwrap
+from laplace.replica import plain_name, unwrap
 from laplace.weights import AllWeights, LastLayer, Layout
 
 if TYPE_CHECKING:
@@ -61,25 +62,30 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
                 f"the state has {key}={state[key]!r}, this object {here!r}. Make it with the same options."
             )
     layout = Layout(tuple(state["names"]), tuple(tuple(shape) for shape in state["shapes"]))
-    parameters = {name.replace("_orig_mod.", ""): p for name, p in unwrap(la.model).named_parameters()}
+    parameters = {plain_name(name): p for name, p in unwrap(la.model).named_parameters()}
     for name, shape in zip(layout.names, layout.shapes, strict=True):
         found = tuple(parameters[name].shape) if name in parameters else None
         if found != shape:
             raise InputError(f"the state has a parameter {name!r} of shape {shape}; the network's is {found}.")
-    sums = {key.removeprefix(_SUMS): value for key, value in state.items() if key.startswith(_SUMS)}
-    data = {key.removeprefix(_DATA): value for key, value in state.items() if key.startswith(_DATA)}
-    mean: Tensor = state["mean"]
+    sums = {key.removeprefix(_SUMS): value.clone() for key, value in state.items() if key.startswith(_SUMS)}
+    data = {key.removeprefix(_DATA): value.clone() for key, value in state.items() if key.startswith(_DATA)}
+    mean: Tensor = state["mean"].clone()
+    dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
+    if dtypes != {mean.dtype}:
+        raise InputError(f"the state is of a network in {mean.dtype}; this one's posterior would be in {dtypes.pop()}.")
     counts = (state["n_data"], state["n_outputs"], state["linear"])
     fit = Fit(la.structure, la.likelihood, la.curvature, layout, mean, sums, data, *counts)
     try:
         _ = fit.curvature, layout.split(mean)
     except (KeyError, RuntimeError) as error:
         raise InputError(f"the state is damaged: its sums or its mean do not fit its parameters ({error}).") from error
+    prior = Prior.of(state["prior_precision"], state["prior_mean"])
+    prior.check(layout, la.structure.prior_structures)
     last = state["last_layer"]
     la._restore(
         fit,
         AllWeights(layout) if last is None else LastLayer(last, layout, state["feature_reduction"]),
-        Prior.of(state["prior_precision"], state["prior_mean"]),
+        prior,
         state["sigma_noise"],
         state["temperature"],
     )

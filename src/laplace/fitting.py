@@ -48,6 +48,7 @@ class Accumulator:
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
         self._pending: list[Moments] = []
+        self._held = 0
 
     def add(self, inputs: Inputs, y: Tensor, index: int) -> None:
         """Run one batch and add what it leaves; nothing is added where the batch is refused."""
@@ -67,7 +68,8 @@ class Accumulator:
             curvature = CURVATURES[self.kind](self.likelihood, f, y, self.samples, self.generator)
             for moments in forward.moments(curvature):
                 self._pending.append(moments)
-                if sum(moments.held for moments in self._pending) > _HELD:
+                self._held += moments.held
+                if self._held > _HELD:
                     self._take()
             _add(self.data, self.likelihood.sums(f, y))
         self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
@@ -85,7 +87,7 @@ class Accumulator:
         if self._pending:
             first, *others = self._pending
             _add(self.sums, self.structure.sums(first.merged(others) if others else first, self.layout))
-            self._pending = []
+            self._pending, self._held = [], 0
 
 
 def check_finite(f: Tensor, what: str) -> None:

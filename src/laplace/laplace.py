@@ -40,6 +40,7 @@ from laplace.options import (
     whole_number,
 )
 from laplace.posterior import Fit, Posterior
+from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
@@ -98,7 +99,7 @@ class Laplace(Predictable, Readable):
         self._plan: Plan | None = None
         self._budget = Budget(memory_budget)
         self._fitted: Fit | None = None
-        self._cached: Posterior | None = None
+        self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
         self._snapshot: Snapshot | None = None
         self._warned: set[str] = set()
         self._prior = Prior.of(prior_precision, prior_mean)
@@ -131,7 +132,7 @@ class Laplace(Predictable, Readable):
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        self._sigma, self._cached = self._checked_sigma(value), None
+        self._sigma = self._checked_sigma(value)
 
     @property
     def temperature(self) -> float:
@@ -140,10 +141,11 @@ class Laplace(Predictable, Readable):
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._temperature, self._cached = _checked_temperature(value), None
+        self._temperature = _checked_temperature(value)
 
     # ---- fit ---------------------------------------------------------------------------------------------------
 
+    @plainly
     def fit(
         self,
         train_loader: Iterable[Any],
@@ -183,24 +185,26 @@ class Laplace(Predictable, Readable):
             sums.add(inputs, y, index)
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
-        self._snapshot, self._cached = Snapshot.of(self.model), None
+        self._snapshot = Snapshot.of(self.model)
         self._warned.discard("stale")
         return self
 
     # ---- evidence and tuning -----------------------------------------------------------------------------------
 
+    @plainly
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
     ) -> Tensor:
         """The log evidence, differentiable in both arguments; values that are given are kept, as if set."""
+        sigma = self._sigma if sigma_noise is None else self._checked_sigma(sigma_noise)
         if prior_precision is not None:
             self.prior_precision = prior_precision
-        if sigma_noise is not None:
-            self.sigma_noise = sigma_noise
+        self._sigma = sigma
         return self.posterior.log_evidence
 
     marglik = log_marginal_likelihood
 
+    @plainly
     def optimize_prior_precision(
         self,
         pred_type: str = "glm",
@@ -258,12 +262,15 @@ class Laplace(Predictable, Readable):
         """The Gaussian at the current hyperparameters, kept until one of them changes."""
         if self._fitted is None:
             raise NotFittedError("this posterior has seen no data. Call la.fit(train_loader) first.")
-        if self._cached is not None:
-            return self._cached
         posterior = Posterior(self._fitted, self._prior, self._sigma, self._temperature)
-        if not posterior.needs_grad:
-            self._cached = posterior
-        return posterior
+        if posterior.needs_grad and torch.is_grad_enabled():
+            return posterior  # its graph belongs to the caller
+        values = (posterior.fit, posterior.prior, posterior.sigma, posterior.temperature)
+        versions = tuple(t._version for t in (posterior.prior.precision, posterior.prior.mean, posterior.sigma))
+        cached = self._cached
+        if cached is None or cached[1] != versions or any(a is not b for a, b in zip(cached[0], values, strict=True)):
+            cached = self._cached = (values, versions, posterior.detached())
+        return cached[2]
 
     @property
     def is_fitted(self) -> bool:
@@ -274,7 +281,7 @@ class Laplace(Predictable, Readable):
         """Move the posterior; the network is yours to move."""
         if self._fitted is not None:
             self._fitted = self._fitted.to(device)
-        self._prior, self._sigma, self._cached = self._prior.to(device), self._sigma.to(device), None
+        self._prior, self._sigma = self._prior.to(device), self._sigma.to(device)
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,7 +304,7 @@ class Laplace(Predictable, Readable):
         self, fit: Fit, weights: LastLayer | AllWeights, prior: Prior, sigma: Tensor, temperature: float
     ) -> None:
         self._sigma, self._temperature = self._checked_sigma(sigma), _checked_temperature(temperature)
-        self._fitted, self._weights, self._prior, self._cached, self._snapshot = fit, weights, prior, None, None
+        self._fitted, self._weights, self._prior, self._snapshot = fit, weights, prior, Snapshot.of(self.model)
 
     def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer | AllWeights:
         if keep and self._weights is not None:
@@ -347,7 +354,7 @@ class Laplace(Predictable, Readable):
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:
             prior.check(self._fitted.layout, self.structure.prior_structures)
-        self._prior, self._cached = prior, None
+        self._prior = prior
 
     def _checked_sigma(self, value: float | Tensor) -> Tensor:
         sigma = own(positive(value, "sigma_noise"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.likelihoods.base import Likelihood
+from laplace.precision import plain
 from laplace.prior import Prior
 from laplace.structures import Curvature, Gaussian, Structure, Sums
 from laplace.weights.layout import Layout
@@ -35,7 +36,7 @@ class Fit:
     @cached_property
     def curvature(self) -> Curvature:
         """H, factorised at first use and kept."""
-        with torch.no_grad():
+        with plain(), torch.no_grad():
             return self.structure.curvature(self.sums, self.layout, self.mean.dtype)
 
     def plus(self, other: Fit) -> Fit:
@@ -61,7 +62,8 @@ class Posterior:
     @cached_property
     def gaussian(self) -> Gaussian:
         """N(0, (s H + D)^-1)."""
-        return self.fit.curvature.gaussian(self.scale, self.prior.blocks(self.fit.layout, self.fit.mean))
+        with plain():
+            return self.fit.curvature.gaussian(self.scale, self.prior.blocks(self.fit.layout, self.fit.mean))
 
     @property
     def scale(self) -> Tensor:
@@ -98,6 +100,11 @@ class Posterior:
     def log_evidence(self) -> Tensor:
         """log Z."""
         return self.log_likelihood - 0.5 * (self.scatter + self.log_det_ratio)
+
+    def detached(self) -> Posterior:
+        """The same without the graph of its values."""
+        prior = Prior(self.prior.precision.detach(), self.prior.mean.detach())
+        return replace(self, prior=prior, sigma=self.sigma.detach())
 
     @property
     def needs_grad(self) -> bool:

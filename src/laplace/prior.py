@@ -53,6 +53,8 @@ class Prior:
         """The precision of each block: the same scalar for all, a scalar each, or a vector each."""
         self.check(layout)
         precision = self.precision.to(like)
+        if not (precision.isfinite() & (precision > 0)).all():
+            raise OptionError(f"the prior precision is out of range in {like.dtype}: it becomes 0 or infinite there.")
         if precision.numel() == 1:
             return [precision.reshape(())] * len(layout.names)
         if precision.numel() == len(layout.names):

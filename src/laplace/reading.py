@@ -48,7 +48,7 @@ class Readable(ABC):
     @property
     def mean(self) -> Tensor:  # (P,)
         """The weights at which the posterior was fitted."""
-        return self._fit.mean
+        return self._fit.mean.clone()
 
     @property
     def n_params(self) -> int:
@@ -127,7 +127,7 @@ class Readable(ABC):
     @property
     def posterior_variance(self) -> Tensor:  # (P,)
         """The marginal variance of each weight."""
-        return self.posterior.gaussian.marginal_variances()
+        return self.posterior.gaussian.marginal_variances().clone()
 
     @property
     def posterior_scale(self) -> Tensor:
@@ -171,6 +171,6 @@ class Readable(ABC):
 
     def _shown(self, gaussian: Gaussian) -> Tensor | KroneckerMatrix:
         if not isinstance(gaussian, BlockDiagonalGaussian):
-            return gaussian.precision_matrix()
+            return gaussian.precision_matrix().clone()
         diagonals = [block.precision for block in gaussian.blocks if isinstance(block, DiagGaussian)]
         return torch.cat(diagonals) if len(diagonals) == len(gaussian.blocks) else KroneckerMatrix(gaussian)

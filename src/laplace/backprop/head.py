@@ -39,27 +39,31 @@ class Head:
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> HeadForward:
         """Features and outputs of a batch; gradients with respect to the inputs only `with_grad`."""
-        seen: list[tuple[Tensor, Tensor, int]] = []
+        seen: list[tuple[Tensor, int, Tensor, int]] = []
 
-        def capture(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            seen.append((args[0], output, output._version))
+        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            phi = args[0] if args else kwargs["input"]
+            seen.append((phi, phi._version, output, output._version))
 
-        handle = self.weights.layer(self.replica).register_forward_hook(capture)
+        handle = self.weights.layer(self.replica).register_forward_hook(capture, with_kwargs=True)
         try:
             with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
-                f = inputs.call(self.replica)
+                f = inputs.normal_tensors().call(self.replica)
         finally:
             handle.remove()
+        name = self.weights.module
         if len(seen) != 1:
-            raise ModelError(
-                f"the last layer {self.weights.module!r} was called {len(seen)} times in one run; once is needed."
-            )
-        phi, out, version = seen[0]
+            raise ModelError(f"the last layer {name!r} was called {len(seen)} times in one run; once is needed.")
+        phi, phi_version, out, version = seen[0]
         self._check(out, version, f)
-        with torch.no_grad() if not with_grad else nullcontext():
-            dtype = torch.promote_types(f.dtype, torch.float32)
-            phi = self.weights.reduce(phi).to(dtype)
-        return HeadForward(f.to(dtype), phi, self.weights, [t.to(dtype) for t in self.weights.tensors(self.replica)])
+        if phi._version != phi_version:
+            raise ModelError(
+                f"the input of the last layer {name!r} is written to in place after the layer has read it. Replace "
+                "that operation (h = h + x instead of h += x)."
+            )
+        dtype = torch.promote_types(f.dtype, torch.float32)
+        with nullcontext() if with_grad else torch.no_grad():
+            return HeadForward(f.to(dtype), self.weights.reduce(phi).to(dtype), self.weights)
 
     def _check(self, out: Tensor, version: int, f: Tensor) -> None:
         if self.weights.reduction is None or out.dim() == 2:
@@ -81,7 +85,6 @@ class HeadForward:
     outputs: Tensor  # (N, C)
     features: Tensor  # (N, H)
     weights: LastLayer
-    tensors: list[Tensor]
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -91,7 +94,8 @@ class HeadForward:
 
     def moments(self, curvature: OutputCurvature) -> Iterator[HeadMoments]:
         """Second moments for all the vectors behind `curvature` at once."""
-        yield HeadMoments(self.inputs, curvature, self.outputs.shape[0])
+        kept = [a.clone() for a in self.inputs]  # held back for a while, when the batch's own memory may be reused
+        yield HeadMoments(kept, curvature, self.outputs.shape[0])
 
     def jacobian(self, outputs: Tensor | None = None) -> Any:
         """The Jacobian, whose rows are phi (x) e_c."""

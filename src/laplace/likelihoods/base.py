@@ -70,7 +70,11 @@ class Likelihood(ABC):
         if f.dim() != 2:
             raise InputError(
                 f"the network's output has shape {tuple(f.shape)}; {self.name} needs (N, C). "
-                "For a scalar output keep the last dimension: return out of shape (N, 1)."
+                + (
+                    "For a scalar output keep the last dimension: return (N, 1)."
+                    if f.dim() < 2
+                    else "Outputs at several positions are not built yet: pool them in the network."
+                )
             )
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from laplace.errors import InputError, OptionError, UnsupportedError, choice
 from laplace.likelihoods import Likelihood
 from laplace.options import generator_or_none, pred_type_named, whole_number
 from laplace.posterior import Posterior
+from laplace.precision import plainly
 from laplace.predictive import predict as predicting
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
 from laplace.predictive.prediction import Prediction
@@ -43,6 +44,7 @@ class Predictable(ABC):
     def _warn_once(self, key: str, message: str) -> None:
         """Warn of something the first time that it happens."""
 
+    @plainly
     def __call__(
         self,
         x: Any,
@@ -78,7 +80,9 @@ class Predictable(ABC):
         with torch.set_grad_enabled(self.enable_backprop):
             if sampled:
                 samples = self._weight_draws(inputs, draws, exact=True)
-                return samples.softmax(-1).mean(0) if classifies else (samples.mean(0), samples.var(0))
+                return (
+                    self.likelihood.inverse_link(samples).mean(0) if classifies else (samples.mean(0), samples.var(0))
+                )
             if joint:
                 (forward,) = self._runs(inputs, whole=True)
                 covariance = self.posterior.gaussian.joint(forward.jacobian(chosen))
@@ -94,6 +98,7 @@ class Predictable(ABC):
             assert isinstance(out, OutputGaussian)
             return out.mean, out.variance if out.covariance is None else out.covariance
 
+    @plainly
     def predict(
         self,
         x: Any,
@@ -114,12 +119,17 @@ class Predictable(ABC):
         if not self.likelihood.has_noise:
             choice(link_approx, self.likelihood.links, "link_approx")
         draws = Draws(whole_number(n_samples, "n_samples", 2), generator_or_none(generator))
+        if pred_type == "nn" and draws.generator is None:
+            draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+        state = None if draws.generator is None else draws.generator.get_state()
         parts: list[tuple[OutputGaussian | OutputSamples, Tensor | None]] = []
         with torch.set_grad_enabled(self.enable_backprop):
             for inputs in prediction_batches(x, self._keys, model_kwargs, progress_bar):
                 if pred_type == "nn":
+                    if draws.generator is not None and state is not None:
+                        draws.generator.set_state(state)  # the same draws of the weights for every batch
                     samples = OutputSamples(self._weight_draws(inputs, draws, exact=True))
-                    parts.append((samples, samples.samples.softmax(-1).mean(0)))
+                    parts.append((samples, self.likelihood.inverse_link(samples.samples).mean(0)))
                 else:
                     parts += [self._predict(run, link_approx, draws, diagonal_output) for run in self._runs(inputs)]
             if not parts:
@@ -130,6 +140,7 @@ class Predictable(ABC):
             p = torch.cat([p for _, p in parts if p is not None])
             return predicting.classification(p, outputs, link_approx, draws)
 
+    @plainly
     def functional_samples(
         self,
         x: Any,
@@ -166,6 +177,7 @@ class Predictable(ABC):
         f = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
         return self.likelihood.inverse_link(f)
 
+    @plainly
     @torch.no_grad()
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (S, P)
         """Draws of the uncertain weights."""

@@ -50,12 +50,18 @@ def bridge_norm(f: Tensor, variance: Tensor) -> Tensor:
 def _log_bridge(f: Tensor, variance: Tensor) -> Tensor:
     c = f.shape[-1]
     constant = torch.tensor(1 - 2 / c, dtype=f.dtype, device=f.device).log()
-    return torch.logaddexp(constant, f + torch.logsumexp(-f, -1, keepdim=True) - 2 * math.log(c)) - variance.log()
+    ratio = f + torch.logsumexp(-f, -1, keepdim=True) - 2 * math.log(c)
+    return torch.logaddexp(constant, ratio) - _positive(variance).log()
 
 
 def _rescaled(f: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    m = variance.mean(-1, keepdim=True) / math.sqrt(f.shape[-1] / 2)
+    m = _positive(variance.mean(-1, keepdim=True) / math.sqrt(f.shape[-1] / 2))
     return f / m.sqrt(), variance / m
+
+
+def _positive(variance: Tensor) -> Tensor:
+    """Bounded away from 0, where a network knows an output for certain."""
+    return variance.clamp(min=torch.finfo(variance.dtype).tiny)
 
 
 def delta(f: Tensor, variance: Tensor, product: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class KronBlock(Block):
             return beta * alpha + delta
         root, pi = delta.sqrt(), 1.0
         if self.damping == "balanced":
-            pi = (alpha.mean(2, True) / beta.mean(1, True)).clamp(1e-12, 1e12).sqrt()
+            pi = (alpha.mean(2, True) / beta.mean(1, True)).nan_to_num(1.0).clamp(1e-12, 1e12).sqrt()
         return (beta + root / pi) * (alpha + root * pi)
 
     def gaussian(self, scale: Tensor, precision: Tensor) -> KronGaussian:

@@ -47,7 +47,7 @@ def search_grid(
 ) -> tuple[float, Tensor]:
     """The value of the grid with the lowest score, and all scores; `runs` are runs of the network with their labels."""
     mean = posterior.fit.mean
-    posteriors = [replace(posterior, prior=Prior(d.to(mean), posterior.prior.mean)) for d in grid]
+    posteriors = [replace(posterior.detached(), prior=Prior(d.to(mean), posterior.prior.mean.detach())) for d in grid]
     scores = [_score(how, posterior.fit.likelihood) for _ in grid]
     seen = 0
     for forward, y in runs:
@@ -78,6 +78,7 @@ Predicted = tuple[Tensor, Tensor | None]  # probabilities, or mean and (co)varia
 def _predictions(posteriors: Sequence[Posterior], forward: Forward, how: How) -> Iterable[Predicted]:
     """The predictive of one run under each posterior; random numbers are the same for all."""
     fit, f = posteriors[0].fit, forward.outputs
+    posteriors = [replace(posterior) for posterior in posteriors]  # a hundred Gaussians are not kept between batches
     gaussians = [posterior.gaussian for posterior in posteriors]
     if how.pred_type == "nn":
         eps = normals((how.n_samples, fit.layout.n_params), f, _seeded(f))
@@ -141,6 +142,11 @@ def _score(how: How, likelihood: Likelihood) -> _Mean | _Metric:
     if how.loss is None:
         return _Mean(_gaussian_nll if likelihood.has_noise else _categorical_nll)
     if all(hasattr(how.loss, name) for name in ("reset", "update", "compute")):
+        if likelihood.has_noise:
+            raise OptionError(
+                "a metric object sees the mean alone, which does not depend on the prior. For regression give loss= a "
+                "function of (mean, variance, y), or leave it out."
+            )
         return _Metric(how.loss)
     if not callable(how.loss):
         raise OptionError(f"loss={how.loss!r} is neither callable nor a metric with reset, update and compute.")

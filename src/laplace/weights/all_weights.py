@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from laplace.errors import ModelError
-from laplace.replica import unwrap
+from laplace.replica import plain_name, unwrap
 from laplace.weights.layout import Layout
 
 
@@ -24,13 +24,13 @@ class AllWeights:
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
         """The uncertain tensors, as they are in the network now."""
-        parameters = {name.replace("_orig_mod.", ""): p for name, p in unwrap(model).named_parameters()}
+        parameters = {plain_name(name): p for name, p in unwrap(model).named_parameters()}
         return [parameters[name].detach() for name in self.layout.names]
 
 
 def find_all_weights(model: nn.Module) -> AllWeights:
     """The parameters with requires_grad, each tied tensor once."""
-    trainable = [(name.replace("_orig_mod.", ""), p) for name, p in unwrap(model).named_parameters() if p.requires_grad]
+    trainable = [(plain_name(name), p) for name, p in unwrap(model).named_parameters() if p.requires_grad]
     if not trainable:
         raise ModelError(
             "no parameter of the network requires grad, so that none is uncertain. Write model.requires_grad_(), or "

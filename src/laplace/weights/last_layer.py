@@ -49,8 +49,14 @@ class LastLayer:
 
     def layer(self, model: nn.Module) -> nn.Linear:
         """The layer inside `model` (or inside a replica of it)."""
-        layer = unwrap(model).get_submodule(self.module)
-        assert isinstance(layer, nn.Linear)
+        try:
+            layer = unwrap(model).get_submodule(self.module)
+        except AttributeError:
+            layer = None
+        if not isinstance(layer, nn.Linear):
+            raise ModelError(
+                f"the last layer {self.module!r} is no nn.Linear of the network any more. Call la.fit again."
+            )
         return layer
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
@@ -85,7 +91,7 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
                         f"feature_reduction={way!r}, which gives its output. Pass it to silence this."
                     )
                 _check_called_once(call.name, calls)
-                _check_linear(call)
+                _check_linear(model, call)
                 return LastLayer(call.name, _uncertain(model, call.name), way)
     raise ModelError(_not_found(name, calls, output))
 
@@ -105,17 +111,18 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
     calls: list[_Call] = []
 
     def record(name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, output: Any) -> None:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                calls.append(_Call(name, module, args[0], output, output._version))
+                phi = args[0] if args else kwargs["input"]
+                calls.append(_Call(name, module, phi, output, output._version))
 
         return hook
 
     for name, module in replica.named_modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(record(name))
+            module.register_forward_hook(record(name), with_kwargs=True)
     with torch.inference_mode(False), torch.no_grad():
-        return calls, example.call(replica)
+        return calls, example.normal_tensors().call(replica)
 
 
 def is_output(out: Tensor, version: int, f: Tensor) -> bool:
@@ -165,7 +172,7 @@ def _check_called_once(name: str, calls: list[_Call]) -> None:
         raise ModelError(f"the last layer {name!r} is called {times} times in one run of the network; once is needed.")
 
 
-def _check_linear(call: _Call) -> None:
+def _check_linear(model: nn.Module, call: _Call) -> None:
     """Refuse a layer whose weight is computed from other parameters, or whose forward is another one."""
     own = call.layer._parameters
     if own.get("weight") is None or (call.layer.bias is not None and own.get("bias") is None):
@@ -175,6 +182,13 @@ def _check_linear(call: _Call) -> None:
         )
     with torch.no_grad():
         plain = nn.functional.linear(call.input, call.layer.weight, call.layer.bias)
+    owners = [path for path, module in unwrap(model).named_modules(remove_duplicate=False)
+              for p in module._parameters.values() if p is unwrap(model).get_submodule(call.name).weight]  # fmt: skip
+    if len(owners) > 1:
+        raise ModelError(
+            f"the weight of the last layer {call.name!r} is tied to another module ({', '.join(owners)}), which uses "
+            "it too. Take subset_of_weights='all', or untie it."
+        )
     if not close(plain, call.output):
         raise ModelError(
             f"the last layer {call.name!r}, a {type(call.layer).__name__}, does not compute weight x + bias; its "

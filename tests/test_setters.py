@@ -1,0 +1,101 @@
+"""A hyperparameter that is set later is the same as one given to the constructor, for every kind of posterior."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace import Laplace
+from laplace.structures import STRUCTURES
+from networks import cut
+from zoo import build
+
+
+def values(task, subset, structure):
+    """Every hyperparameter away from its default, vectors where they are allowed."""
+    model, _, _, names = build("residual", task)
+    parameters = [p for n, p in model.named_parameters() if subset == "all" or n in ("out.weight", "out.bias")]
+    weights = sum(p.numel() for p in parameters)
+    torch.manual_seed(3)
+    out = {
+        "prior_mean": torch.randn(weights, dtype=torch.float64),
+        "prior_precision": torch.rand(len(parameters), dtype=torch.float64) + 0.5,
+        "temperature": 0.4,
+    }
+    if "diag" in STRUCTURES[structure].prior_structures:
+        out["prior_precision"] = torch.rand(weights, dtype=torch.float64) + 0.5
+    if task == "regression":
+        out["sigma_noise"] = 0.3
+    assert len(names) > 2
+    return out
+
+
+def numbers(la, x):
+    """Everything that depends on a hyperparameter."""
+    with torch.no_grad():
+        out = [
+            la.log_marginal_likelihood(), la.log_likelihood, la.scatter, la.log_det_posterior_precision,
+            la.log_det_prior_precision, la.posterior_covariance, la.prior_precision_diag,
+            la.log_prob(la.mean + 0.1), la.predict(x).epistemic,
+            la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(0)),
+        ]  # fmt: skip
+        prediction = la(x)
+    return [*out, *(prediction if isinstance(prediction, tuple) else [prediction])]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_values_set_later_equal_values_of_the_constructor(task, subset, structure):
+    model, x, y, _ = build("residual", task)
+    given = values(task, subset, structure)
+    late = Laplace(model, task, subset, structure).fit(cut(x, y, 5))
+    plain = numbers(late, x)
+    for name, value in given.items():
+        before = float(late.log_marginal_likelihood())
+        setattr(late, name, value)
+        assert float(late.log_marginal_likelihood()) != before  # nothing old is kept
+        early = Laplace(model, task, subset, structure, **{name: value}).fit(cut(x, y, 5))
+        alone = Laplace(model, task, subset, structure).fit(cut(x, y, 5))
+        numbers(alone, x)
+        setattr(alone, name, value)
+        for one, other in zip(numbers(alone, x), numbers(early, x), strict=True):
+            torch.testing.assert_close(one, other)
+    early = Laplace(model, task, subset, structure, **given).fit(cut(x, y, 5))
+    for one, other, old in zip(numbers(late, x), numbers(early, x), plain, strict=True):
+        torch.testing.assert_close(one, other)
+        assert not torch.allclose(one, old)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_the_evidence_with_every_hyperparameter_is_its_formula(task, subset, structure):
+    model, x, y, _ = build("residual", task)
+    given = values(task, subset, structure)
+    la = Laplace(model, task, subset, structure, **given).fit(cut(x, y, 5))
+    sigma, temperature = given.get("sigma_noise", 1.0), given["temperature"]
+    delta, mu = la.prior_precision_diag, given["prior_mean"]
+    precision = la.posterior.fit.curvature.matrix() / (sigma**2 * temperature) + delta.diag()
+    f = model(x).detach()
+    if task == "classification":
+        loglik = -torch.nn.functional.cross_entropy(f, y, reduction="sum")
+    else:
+        loglik = torch.distributions.Normal(f, sigma).log_prob(y).sum()
+    scatter = ((la.mean - mu).square() * delta).sum()
+    expected = loglik / temperature - 0.5 * (scatter + torch.logdet(precision) - delta.log().sum())
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected)
+    torch.testing.assert_close(la.posterior_covariance, torch.linalg.inv(precision))
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_values_survive_a_further_fit(subset):
+    model, x, y, _ = build("residual", "regression")
+    given = values("regression", subset, "full")
+    la = Laplace(model, "regression", subset, "full").fit(cut(x[:6], y[:6], 5))
+    for name, value in given.items():
+        setattr(la, name, value)
+    la.fit(cut(x[6:], y[6:], 5), override=False)
+    whole = Laplace(model, "regression", subset, "full", **given).fit(cut(x, y, 5))
+    torch.testing.assert_close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    torch.testing.assert_close(la(x), whole(x))
