@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
+
+
+_PRODUCTS = 2**22  # numbers of the matrix products summed at a time
 
 
 class Use(ABC):
@@ -67,9 +71,7 @@ class Use(ABC):
     def rotated(self, part: slice, spread: Spread) -> Tensor:  # (K, n, Gr, O, I)
         """Q_B^T G Q_A of some examples."""
         g = self.contracted(part).unflatten(2, spread.variances.shape)
-        if spread.right is not None:
-            g = g @ spread.right.vectors
-        return g if spread.left is None else spread.left.vectors.mT @ g
+        return _rotate_left(_rotate_right(g, spread.right), spread.left)
 
     def variance(self, spread: Spread) -> Tensor:  # (N, K)
         r = spread.variances.flatten()
@@ -116,12 +118,15 @@ class Dense(Use):
 
 
 class Activations(Protocol):
-    """The inputs a[n, t, gr, i] of a layer, read for some examples at a time."""
+    """The inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
 
-    shape: tuple[int, int, int, int]  # (N, T, Gr, I)
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(N, Gr, I, T)."""
+        ...
 
     def read(self, part: slice) -> Tensor:
-        """a of some examples, (n, T, Gr, I)."""
+        """a of some examples, (n, Gr, I, T)."""
         ...
 
     def gram(self) -> Tensor:
@@ -129,26 +134,29 @@ class Activations(Protocol):
         ...
 
     def mean(self) -> Tensor:
-        """Mean over positions, (N, 1, Gr, I)."""
+        """Mean over positions, (N, Gr, I, 1)."""
         ...
 
 
 class Stored:
     """Activations that are there already."""
 
-    def __init__(self, a: Tensor) -> None:  # (N, T, Gr, I)
+    def __init__(self, a: Tensor) -> None:  # (N, Gr, I, T)
         self.a = a
-        n, t, groups, i = a.shape
-        self.shape = (n, t, groups, i)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        n, groups, i, t = self.a.shape
+        return n, groups, i, t
 
     def read(self, part: slice) -> Tensor:
         return self.a[part]
 
     def gram(self) -> Tensor:
-        return grams(self.a.flatten(0, 1))
+        return grams(self.a)
 
     def mean(self) -> Tensor:
-        return self.a.mean(1, keepdim=True)
+        return self.a.mean(3, keepdim=True)
 
 
 @dataclass
@@ -156,81 +164,86 @@ class Outer(Use):
     """sum_t g a^T in groups; `reduce` takes positions together before the Kronecker factors are formed."""
 
     a: Activations
-    g: Tensor  # (K, N, T, Gr, O)
+    g: Tensor  # (K, N, Gr, O, T)
     reduce: bool = False
     first: bool = True
+    twin: Outer | None = None  # for a bias: the weight that it goes with
     summed: bool = False  # a bias: further uses are added, not further positions
     form = "kron"
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        k, n, _, groups, o = self.g.shape
-        return k, n, groups * o * self.a.shape[3]
+        k, n, groups, o, _ = self.g.shape
+        return k, n, groups * o * self.a.shape[2]
 
     @property
     def positions(self) -> int:
         """T."""
-        return self.a.shape[1]
+        return self.g.shape[4]
 
     def contracted(self, part: slice) -> Tensor:
         return _contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
 
     def inputs(self) -> tuple[Tensor, int]:
-        n, t, _, _ = self.a.shape
-        if not self.reduce:
-            return self.a.gram(), n * t
-        return grams(self.a.mean().flatten(0, 1)), n
+        n, _, _, t = self.a.shape
+        return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
 
     def outputs(self) -> Tensor:
-        g = self.g.sum(2, keepdim=True) if self.reduce else self.g
-        return grams(g.flatten(0, 2))
+        same = self.twin is not None and self.twin.positions == 1 and self.twin.g.shape == self.g.shape
+        return self.twin._output_gram if self.twin is not None and same else self._output_gram
+
+    @cached_property
+    def _output_gram(self) -> Tensor:
+        g = self.g.sum(4, keepdim=True) if self.reduce else self.g
+        return grams(g.flatten(0, 1))
 
     def squares(self) -> Tensor:
         if self.positions > 1:
             return super().squares()
-        a = self._all()[:, 0].square()  # (N, Gr, I)
-        return torch.einsum("ngo,ngi->goi", self.g[:, :, 0].square().sum(0), a).flatten()
+        a = self._all()[..., 0].square()  # (N, Gr, I)
+        return torch.einsum("ngo,ngi->goi", self.g[..., 0].square().sum(0), a).flatten()
 
     def rotated(self, part: slice, spread: Spread) -> Tensor:
         """Rotates on whichever side of the contraction is cheaper: activations, or what they are contracted to."""
         if not self._own_bases(spread):
             return super().rotated(part, spread)
         a, g = self.a.read(part).to(self.g.dtype), self.g[:, part]
-        k, _, t, _, o = g.shape
-        early_right, early_left = t <= k * o, t <= a.shape[3]
+        k, _, _, o, t = g.shape
+        early_right, early_left = t <= k * o, t <= a.shape[2]
         out = _contract(
-            _rotate(a, spread.right if early_right else None), _rotate(g, spread.left if early_left else None)
+            _rotate_left(a, spread.right if early_right else None), _rotate_left(g, spread.left if early_left else None)
         )
-        if not early_right and spread.right is not None:
-            out = out @ spread.right.vectors
-        return out if early_left or spread.left is None else spread.left.vectors.mT @ out
+        out = out if early_right else _rotate_right(out, spread.right)
+        return out if early_left else _rotate_left(out, spread.left)
 
     def variance(self, spread: Spread) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
             return super().variance(spread)
-        g = _rotate(self.g[:, :, 0], spread.left)  # (K, N, Gr, O)
+        g = _rotate_right(self.g.squeeze(4).unsqueeze(3), spread.left).squeeze(3)  # (K, N, Gr, O)
         return torch.einsum("knv,nv->nk", g.square().flatten(2), self._weights(spread))
 
     def covariance(self, spread: Spread) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
             return super().covariance(spread)
-        g = _rotate(self.g[:, :, 0], spread.left).flatten(2).transpose(0, 1)  # (N, K, Gr * O)
+        g = _rotate_right(self.g.squeeze(4).unsqueeze(3), spread.left).squeeze(3)
+        g = g.flatten(2).transpose(0, 1)  # (N, K, Gr * O)
         return (g * self._weights(spread).unsqueeze(1)) @ g.mT
 
     def along(self, steps: Tensor) -> Tensor:
         if self.positions > 1:
             return super().along(steps)
-        u = steps.unflatten(1, (self.g.shape[3], self.g.shape[4], -1))  # (S, Gr, O, I)
-        return torch.einsum("knvo,snvo->snk", self.g[:, :, 0], torch.einsum("nvi,svoi->snvo", self._all()[:, 0], u))
+        u = steps.unflatten(1, (self.g.shape[2], self.g.shape[3], -1))  # (S, Gr, O, I)
+        moved = torch.einsum("nvi,svoi->snvo", self._all()[..., 0], u)
+        return torch.einsum("knvo,snvo->snk", self.g[..., 0], moved)
 
-    def _all(self) -> Tensor:
+    def _all(self) -> Tensor:  # (N, Gr, I, T)
         return self.a.read(slice(None)).to(self.g.dtype)
 
     def _own_bases(self, spread: Spread) -> bool:
-        return spread.variances.shape == (*self.g.shape[3:], self.a.shape[3])
+        return spread.variances.shape == (*self.g.shape[2:4], self.a.shape[2])
 
     def _weights(self, spread: Spread) -> Tensor:  # (N, Gr * O)
-        squares = _rotate(self._all()[:, 0], spread.right).square()
+        squares = _rotate_right(self._all().mT, spread.right).squeeze(2).square()  # (N, Gr, I)
         return torch.einsum("nvi,voi->nvo", squares, spread.variances).flatten(1)
 
 
@@ -240,35 +253,43 @@ def combined(uses: list[Use]) -> Use:
         return uses[0]
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(outers) == len(uses) and all(use.summed for use in outers):
-        return replace(outers[0], g=torch.stack([use.g for use in outers]).sum(0))
+        return replace(outers[0], g=torch.stack([use.g for use in outers]).sum(0), twin=None)
     if len(outers) == len(uses):
-        a = torch.cat([use._all() for use in outers], 1)
-        return Outer(Stored(a), torch.cat([use.g for use in outers], 2), outers[0].reduce, outers[0].first)
+        a = torch.cat([use._all() for use in outers], 3)
+        return Outer(Stored(a), torch.cat([use.g for use in outers], 4), outers[0].reduce, outers[0].first)
     total = uses[0].contracted(slice(None))
     for use in uses[1:]:
         total = total + use.contracted(slice(None))
     return Dense(total)
 
 
-def _contract(a: Tensor, g: Tensor) -> Tensor:  # (n, T, Gr, I), (K, n, T, Gr, O) -> (K, n, Gr, O, I)
-    if g.shape[3] > 1:
-        return torch.einsum("kntvo,ntvi->knvoi", g, a)
-    k, n, _, _, o = g.shape
-    left = g.squeeze(3).permute(1, 0, 3, 2).reshape(n, k * o, -1)  # (n, K O, T)
-    return (left @ a.squeeze(2)).reshape(n, k, 1, o, -1).transpose(0, 1)
+def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
+    """sum over m and t of x x^T, per group; nothing is copied but what has a single position."""
+    m, groups, d, t = x.shape
+    if t == 1 and groups == 1:
+        return gram(x.reshape(m, d)).unsqueeze(0)
+    if groups > 1 and t < 8:
+        rows = x.permute(1, 0, 3, 2).reshape(groups, m * t, d)
+        return rows.mT @ rows
+    if t < 8:
+        return gram(x.squeeze(1).mT.reshape(m * t, d)).unsqueeze(0)
+    step = max(1, _PRODUCTS // (groups * d * d))
+    return torch.stack([(part @ part.mT).sum(0) for part in x.split(step)]).sum(0)
 
 
-def _rotate(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D)
+def _contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)
+    k, n, groups, o, t = g.shape
+    left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
+    return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)
+
+
+def _rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -> x Q
     if basis is None:
         return x
     if basis.vectors.shape[0] == 1:
-        return x @ basis.vectors[0]
-    return (x.unsqueeze(-2) @ basis.vectors).squeeze(-2)
+        return (x.reshape(-1, x.shape[-1]) @ basis.vectors[0]).reshape(x.shape)
+    return x @ basis.vectors
 
 
-def grams(rows: Tensor) -> Tensor:  # (M, Gr, D) -> (Gr, D, D)
-    """rows^T rows of each group."""
-    if rows.shape[1] == 1:
-        return gram(rows.squeeze(1)).unsqueeze(0)
-    rows = rows.transpose(0, 1)
-    return rows.mT @ rows
+def _rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
+    return x if basis is None else basis.vectors.mT @ x

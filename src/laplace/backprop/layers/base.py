@@ -22,6 +22,10 @@ class Call:
     arrangement: Arrangement
     n: int
 
+    def read(self, name: str) -> Tensor:
+        """The module's main input, given by position or as the keyword `name`."""
+        return self.args[0] if self.args else self.kwargs[name]
+
     def by_example(self, tensor: Tensor, lead: int = 0) -> Tensor:
         """The tensor with its examples first (after `lead` dimensions); what is the same for all is repeated."""
         split = self.arrangement.split(tensor, self.n, lead)

@@ -5,12 +5,17 @@ Stride, padding, padding mode, dilation and groups as in torch; in one, two and 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.linear import bias
+from laplace.backprop.layers.shifts import shifted_gram, shifts_apply
 from laplace.backprop.uses import Outer, Use, grams
+
+
+_CHUNK = 2**22  # numbers unfolded at a time
 
 
 class Conv(Rule):
@@ -22,17 +27,19 @@ class Conv(Rule):
         conv = call.module
         assert isinstance(conv, nn.modules.conv._ConvNd)
         g = call.by_example(gs[0], 1)  # (K, N, O, *positions), or (K, N, frames, O, *positions)
-        if g.dim() == len(conv.kernel_size) + 3:
-            g = g.unsqueeze(2)
-        g_frames = g.shape[2]
-        g = g.flatten(4).unflatten(3, (conv.groups, -1))  # (K, N, frames, Gr, O, T)
-        g = g.permute(0, 1, 2, 5, 3, 4).flatten(2, 3)  # (K, N, frames * T, Gr, O)
+        x = call.by_example(call.read("input"))
+        sides = len(conv.kernel_size)
+        if g.dim() == sides + 4:  # frames: further positions
+            g = g.flatten(4).permute(0, 1, 3, 2, 4)
+        else:
+            x = x.unsqueeze(1)
+        g = g.flatten(3).unflatten(2, (conv.groups, -1))  # (K, N, Gr, O, T)
         uses: dict[str, Use] = {}
+        weight = None
         if "weight" in keys:
-            x = call.by_example(call.args[0])
-            uses["weight"] = Outer(Patches(conv, x.unsqueeze(1) if g_frames == 1 else x, g.shape[2]), g, reduce, first)
+            uses["weight"] = weight = Outer(Patches(conv, x, g.shape[4]), g, reduce, first)
         if "bias" in keys:
-            uses["bias"] = bias(g.sum(2, keepdim=True).flatten(3), first)
+            uses["bias"] = bias(g, weight, first)
         return uses
 
 
@@ -41,18 +48,26 @@ class Patches:
 
     def __init__(self, conv: nn.modules.conv._ConvNd, x: Tensor, positions: int) -> None:  # x: (N, frames, C, *size)
         self.conv, self.x = conv, x
-        self.shape = (x.shape[0], positions, conv.groups, conv.weight[0].numel())
+        self.shape = (x.shape[0], conv.groups, conv.weight[0].numel(), positions)
 
-    def read(self, part: slice) -> Tensor:  # (n, T, Gr, I)
+    def read(self, part: slice) -> Tensor:  # (n, Gr, I, T)
         x = self.x[part]
+        if x.shape[1] == 1:
+            return patches(self.conv, x.squeeze(1))
         flat = patches(self.conv, x.flatten(0, 1)).unflatten(0, x.shape[:2])  # (n, frames, Gr, I, T)
-        return flat.permute(0, 1, 4, 2, 3).flatten(1, 2)
+        return flat.permute(0, 2, 3, 1, 4).flatten(3)
 
     def gram(self) -> Tensor:  # (Gr, I, I)
-        return grams(self.read(slice(None)).flatten(0, 1))
+        if shifts_apply(self.conv, self.x):
+            return shifted_gram(self.x.flatten(0, 1)).unsqueeze(0)
+        n, groups, i, t = self.shape
+        step = max(1, _CHUNK // (groups * i * t))
+        return torch.stack([grams(self.read(slice(s, s + step))) for s in range(0, n, step)]).sum(0)
 
-    def mean(self) -> Tensor:  # (N, 1, Gr, I)
-        return self.read(slice(None)).mean(1, keepdim=True)
+    def mean(self) -> Tensor:  # (N, Gr, I, 1)
+        n, groups, i, t = self.shape
+        step = max(1, _CHUNK // (groups * i * t))
+        return torch.cat([self.read(slice(s, s + step)).mean(3, keepdim=True) for s in range(0, n, step)])
 
 
 def patches(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size) -> (M, Gr, I, T)

@@ -14,17 +14,19 @@ class Linear(Rule):
     name = "linear"
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
-        a, g = call.by_example(call.args[0]), call.by_example(gs[0], 1)
-        g = g.reshape(*g.shape[:2], -1, 1, g.shape[-1])  # (K, N, T, 1, O)
+        a, g = call.by_example(call.read("input")), call.by_example(gs[0], 1)
+        g = g.reshape(*g.shape[:2], -1, g.shape[-1]).mT.unsqueeze(2)  # (K, N, 1, O, T)
         uses: dict[str, Use] = {}
+        weight = None
         if "weight" in keys:
-            a = a.reshape(a.shape[0], -1, 1, a.shape[-1])  # (N, T, 1, I)
-            uses["weight"] = Outer(Stored(a), g, reduce, first)
+            a = a.reshape(a.shape[0], -1, a.shape[-1]).mT.unsqueeze(1)  # (N, 1, I, T)
+            uses["weight"] = weight = Outer(Stored(a), g, reduce, first)
         if "bias" in keys:
-            uses["bias"] = bias(g.sum(2, keepdim=True).squeeze(3), first)
+            uses["bias"] = bias(g, weight, first)
         return uses
 
 
-def bias(g: Tensor, first: bool) -> Outer:  # (K, N, 1, O)
+def bias(g: Tensor, weight: Outer | None, first: bool) -> Outer:  # (K, N, Gr, O, T)
     """A bias is a weight with constant input 1, its g summed over positions: exact."""
-    return Outer(Stored(g.new_ones(g.shape[1], 1, 1, 1)), g.unsqueeze(3), False, first, summed=True)
+    g = (g if g.shape[4] == 1 else g.sum(4, keepdim=True)).flatten(2, 3).unsqueeze(2)
+    return Outer(Stored(g.new_ones(g.shape[1], 1, 1, 1)), g, False, first, weight, summed=True)

@@ -18,7 +18,7 @@ class Norm(Rule):
         module, g = call.module, call.by_example(gs[0], 1)  # (K, N, ...)
         uses: dict[str, Use] = {}
         if "weight" in keys:
-            x_hat = call.by_example(_normalised(module, call.args[0])).to(g.dtype)
+            x_hat = call.by_example(_normalised(module, call.read("input"))).to(g.dtype)
             uses["weight"] = Dense(_onto_parameter(module, g * x_hat))
         if "bias" in keys:
             uses["bias"] = Dense(_onto_parameter(module, g))
