@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+_HELD = 2**20  # numbers collected before a product
 _MANY = 512  # columns from which half a product is worth four calls
 
 
@@ -63,3 +66,35 @@ def _eigh_without_constant(b: Tensor) -> tuple[Tensor, Tensor]:
     vectors[1:, 1:] = inner
     vectors[:, 1:].addr_(w, w[1:] @ inner, alpha=-float(c))
     return torch.cat([values[:1] * 0, values]), vectors
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A contribution rows^T rows to a sum, not multiplied out yet."""
+
+    rows: Tensor  # (M, D)
+
+
+class GramSum:
+    """A running sum of `Rows`; those of small batches are collected before the product."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self._rows: list[Tensor] = []
+        self._held = 0
+
+    def add(self, rows: Tensor) -> None:  # (M, D)
+        """Count further rows; they are copied, since a loader may reuse its memory."""
+        self._rows.append(rows.clone())
+        self._held += rows.numel()
+        if self._held > _HELD:
+            self.flush()
+
+    def flush(self) -> Tensor:  # (D, D)
+        """The sum of everything so far."""
+        if self._rows:
+            term = in_sums(gram(torch.cat(self._rows)))
+            self.total = term if self.total is None else self.total.add_(term)
+            self._rows, self._held = [], 0
+        assert self.total is not None
+        return self.total

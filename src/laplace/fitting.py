@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from laplace.algebra import GramSum, Rows
 from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Inputs
 from laplace.curvature import CURVATURES
@@ -44,7 +46,7 @@ class Accumulator:
     ) -> None:
         self.engine, self.likelihood, self.structure, self.layout = engine, likelihood, structure, layout
         self.kind, self.samples, self.generator = kind, samples, generator
-        self.sums: Sums = {}
+        self.sums: dict[str, Any] = {}
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
         self._pending: list[Moments] = []
@@ -78,8 +80,9 @@ class Accumulator:
         """What has been added, at the weights `mean`."""
         with torch.no_grad():
             self._take()
+            sums = {k: v.flush().unsqueeze(0) if isinstance(v, GramSum) else v for k, v in self.sums.items()}
         counts = (self.n_data, self.n_outputs)
-        parts = (self.structure, self.likelihood, self.kind, self.layout, mean, self.sums, self.data)
+        parts = (self.structure, self.likelihood, self.kind, self.layout, mean, sums, self.data)
         return Fit(*parts, *counts, linear=self.engine.linear)
 
     def _take(self) -> None:
@@ -99,9 +102,11 @@ def check_finite(f: Tensor, what: str) -> None:
         )
 
 
-def _add(total: Sums, part: Sums) -> None:
+def _add(total: dict[str, Any], part: Mapping[str, Tensor | Rows]) -> None:
     for key, value in part.items():
-        if key in total:
+        if isinstance(value, Rows):
+            total.setdefault(key, GramSum()).add(value.rows)
+        elif key in total:
             total[key] += value
         else:
             total[key] = value.clone()

@@ -56,6 +56,10 @@ class MomentsOf(Protocol):
         """sum of a a^T, (Gr, I, I), and over how many a."""
         ...
 
+    def input_rows(self) -> Tensor | None:
+        """The a themselves, (M, I), where they are few enough to be collected over batches; else None."""
+        ...
+
     def outputs(self) -> Tensor:
         """sum of g g^T, (Gr, O, O)."""
         ...

@@ -185,6 +185,9 @@ class HeadMomentsOf:
 
     form, first = "kron", True
 
+    def input_rows(self) -> None:
+        return None
+
     @property
     def weights(self) -> int:
         return self.features.shape[1] * self.curvature.squares().shape[1]

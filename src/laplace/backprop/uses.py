@@ -65,6 +65,9 @@ class Use(ABC):
     def inputs(self) -> tuple[Tensor, int]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
+    def input_rows(self) -> Tensor | None:
+        return None
+
     def outputs(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
@@ -187,6 +190,10 @@ class Outer(Use):
     def inputs(self) -> tuple[Tensor, int]:
         n, _, _, t = self.a.shape
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
+
+    def input_rows(self) -> Tensor | None:
+        n, groups, i, t = self.a.shape
+        return self._all().reshape(n, i) if groups == 1 and t == 1 and i > 1 else None
 
     def outputs(self) -> Tensor:
         same = self.twin is not None and self.twin.positions == 1 and self.twin.g.shape == self.g.shape

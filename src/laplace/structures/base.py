@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from laplace.algebra import Rows
 from laplace.backprop.gradients import Jacobian, Moments
 from laplace.weights.layout import Layout
 
 Sums = dict[str, Tensor]
+Contribution = dict[str, Tensor | Rows]
 Traces = tuple[Tensor, Tensor]
 
 
@@ -104,7 +106,7 @@ class Structure(ABC):
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
 
     @abstractmethod
-    def sums(self, moments: Moments, layout: Layout) -> Sums:
+    def sums(self, moments: Moments, layout: Layout) -> Contribution:
         """What one batch adds."""
 
     @abstractmethod

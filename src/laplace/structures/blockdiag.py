@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laplace.algebra import eigh
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
-from laplace.structures.base import Curvature, Gaussian, Structure, Sums, Traces
+from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.weights.layout import Layout
 
@@ -19,14 +19,14 @@ class BlockDiagonal(Structure):
     """A structure of independent blocks: says only what one block is."""
 
     @abstractmethod
-    def block_sums(self, moments: MomentsOf) -> Sums:
+    def block_sums(self, moments: MomentsOf) -> Contribution:
         """What one batch adds to one tensor's sums."""
 
     @abstractmethod
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         """The factorised block of one tensor from its sums."""
 
-    def sums(self, moments: Moments, layout: Layout) -> Sums:
+    def sums(self, moments: Moments, layout: Layout) -> Contribution:
         named = zip(layout.names, moments.parameters, strict=True)
         return {f"{name}/{key}": value for name, m in named for key, value in self.block_sums(m).items()}
 

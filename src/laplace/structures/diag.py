@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
-from laplace.structures.base import Sums, Traces
+from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
 
@@ -15,7 +15,7 @@ class Diag(BlockDiagonal):
 
     name = "diag"
 
-    def block_sums(self, moments: MomentsOf) -> Sums:
+    def block_sums(self, moments: MomentsOf) -> Contribution:
         return {"diag": moments.squares().double()}
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:

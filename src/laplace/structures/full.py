@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Jacobian, Moments
 from laplace.errors import NumericalError
-from laplace.structures.base import Curvature, Gaussian, Structure, Sums, Traces
+from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
 from laplace.weights.layout import Layout
 
 
@@ -23,7 +23,7 @@ class Full(Structure):
 
     name = "full"
 
-    def sums(self, moments: Moments, layout: Layout) -> Sums:
+    def sums(self, moments: Moments, layout: Layout) -> Contribution:
         return {"H": moments.gram().double()}
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> FullCurvature:

@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import in_sums
+from laplace.algebra import Rows, in_sums
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.errors import OptionError
-from laplace.structures.base import Sums, Traces
+from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
 from laplace.structures.diag import DiagBlock
@@ -35,14 +35,21 @@ class Kron(BlockDiagonal):
             raise OptionError(f"damping={damping!r} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
         self.damping, self.weight_sharing = damping, weight_sharing
 
-    def block_sums(self, moments: MomentsOf) -> Sums:
+    def block_sums(self, moments: MomentsOf) -> Contribution:
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
             return {"H": moments.gram().double()} if small else {"diag": moments.squares().double()}
-        sums = {"B": in_sums(moments.outputs())}
+        b = in_sums(moments.outputs())
+        sums: Contribution = {"B": b}
         if moments.first:
-            gram, count = moments.inputs()
-            sums |= {"A": in_sums(gram), "count": gram.new_tensor(count, dtype=torch.float64)}
+            rows = moments.input_rows()
+            if rows is None:
+                gram, count = moments.inputs()
+                sums |= {"A": in_sums(gram)}
+            else:
+                count = len(rows)
+                sums |= {"A": Rows(rows)}
+            sums |= {"count": b.new_tensor(count, dtype=torch.float64)}
         return sums
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.linear import bias
 from laplace.backprop.layers.shifts import shifted_gram, shifts_apply
-from laplace.backprop.uses import Outer, Use, grams
+from laplace.backprop.uses import Outer, Use
 
 
 _CHUNK = 2**22  # numbers unfolded at a time
@@ -62,7 +62,8 @@ class Patches:
             return shifted_gram(self.x.flatten(0, 1)).unsqueeze(0)
         n, groups, i, t = self.shape
         step = max(1, _CHUNK // (groups * i * t))
-        return torch.stack([grams(self.read(slice(s, s + step))) for s in range(0, n, step)]).sum(0)
+        parts = (by_feature(self.conv, self.x[s : s + step].flatten(0, 1)) for s in range(0, n, step))
+        return torch.stack([part @ part.mT for part in parts]).sum(0)
 
     def mean(self) -> Tensor:  # (N, Gr, I, 1)
         n, groups, i, t = self.shape
@@ -72,17 +73,26 @@ class Patches:
 
 def patches(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size) -> (M, Gr, I, T)
     """The patches under the kernel at every output position, split into groups of channels."""
-    x = padded(conv, x)
+    x = windows(conv, padded(conv, x))
     sides = len(conv.kernel_size)
-    if sides == 2:
-        flat = F.unfold(x, conv.kernel_size, conv.dilation, 0, conv.stride)  # type: ignore[arg-type]
-        return flat.unflatten(1, (conv.groups, -1))
-    for i, (k, s, d) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
-        windows = x.unfold(2 + i, d * (k - 1) + 1, s)  # a window per position, at the end
-        x = windows[..., ::d]
-    dims = [*range(2, 2 + sides), *range(2 + sides, 2 + 2 * sides)]
-    x = x.permute(0, 1, *dims[sides:], *dims[:sides])  # (M, C, *kernel, *positions)
-    return x.flatten(1, 1 + sides).flatten(2).unflatten(1, (conv.groups, -1))
+    kernel, positions = range(2 + sides, 2 + 2 * sides), range(2, 2 + sides)
+    x = x.permute(0, 1, *kernel, *positions)
+    return x.reshape(x.shape[0], conv.groups, conv.weight[0].numel(), -1)
+
+
+def by_feature(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size) -> (Gr, I, M * T)
+    """The same with all examples' positions side by side, ready for one product."""
+    x = windows(conv, padded(conv, x).transpose(0, 1).contiguous())
+    sides = len(conv.kernel_size)
+    kernel, positions = range(2 + sides, 2 + 2 * sides), range(2, 2 + sides)
+    return x.permute(0, *kernel, 1, *positions).reshape(conv.groups, conv.weight[0].numel(), -1)
+
+
+def windows(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (A, B, *size) -> (A, B, *positions, *kernel)
+    """A view with one window of the kernel's size per output position."""
+    for side, (k, s, d) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
+        x = x.unfold(2 + side, d * (k - 1) + 1, s)[..., ::d]
+    return x
 
 
 def padded(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
