@@ -12,13 +12,14 @@ _MANY = 512  # columns from which half a product is worth four calls
 
 
 def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
-    """rows^T rows; for many columns only the lower triangle is computed, in four strips, and mirrored."""
+    """rows^T rows; for many columns only the lower triangle is computed, in strips, and mirrored."""
     d = rows.shape[1]
     if d < _MANY:
         return rows.T @ rows
     out = rows.new_empty(d, d)
-    for k in range(4):
-        a, b = k * d // 4, (k + 1) * d // 4
+    strips = 8 if len(rows) >= 512 else 4
+    for k in range(strips):
+        a, b = k * d // strips, (k + 1) * d // strips
         torch.mm(rows[:, a:b].T, rows[:, :b], out=out[a:b, :b])
         out[:a, a:b] = out[a:b, :a].T
     return out
@@ -43,7 +44,7 @@ def eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (..., 
 
 def in_sums(matrix: Tensor) -> Tensor:
     """A contribution in the precision in which it is summed: float64, but for matrices whose eigh is not either."""
-    return matrix.double() if matrix.shape[-1] <= _MANY else matrix
+    return matrix.double() if matrix.dim() < 2 or matrix.shape[-1] <= _MANY else matrix
 
 
 def _rows_sum_to_zero(matrix: Tensor, dtype: torch.dtype) -> bool:
@@ -76,25 +77,34 @@ class Rows:
 
 
 class GramSum:
-    """A running sum of `Rows`; those of small batches are collected before the product."""
+    """A running sum of `Rows`; those of small batches are collected in one buffer before the product."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
-        self._rows: list[Tensor] = []
-        self._held = 0
+        self._buffer: Tensor | None = None
+        self._filled = 0
 
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Count further rows; they are copied, since a loader may reuse its memory."""
-        self._rows.append(rows.clone())
-        self._held += rows.numel()
-        if self._held > _HELD:
+        m, d = rows.shape
+        if self._buffer is None:
+            self._buffer = rows.new_empty(max(m, _HELD // d), d)
+        if self._filled + m > len(self._buffer):
             self.flush()
+        if m > len(self._buffer):
+            self._take(rows)
+        else:
+            self._buffer[self._filled : self._filled + m] = rows
+            self._filled += m
 
     def flush(self) -> Tensor:  # (D, D)
         """The sum of everything so far."""
-        if self._rows:
-            term = in_sums(gram(torch.cat(self._rows)))
-            self.total = term if self.total is None else self.total.add_(term)
-            self._rows, self._held = [], 0
+        if self._filled and self._buffer is not None:
+            self._take(self._buffer[: self._filled])
+            self._filled = 0
         assert self.total is not None
         return self.total
+
+    def _take(self, rows: Tensor) -> None:
+        term = gram(rows)
+        self.total = in_sums(term) if self.total is None else self.total.add_(term)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace.algebra import GramSum, Rows
+from laplace.algebra import GramSum, Rows, in_sums
 from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Inputs
 from laplace.curvature import CURVATURES
@@ -109,4 +109,4 @@ def _add(total: dict[str, Any], part: Mapping[str, Tensor | Rows]) -> None:
         elif key in total:
             total[key] += value
         else:
-            total[key] = value.clone()
+            total[key] = in_sums(value).clone()

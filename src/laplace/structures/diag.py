@@ -16,7 +16,7 @@ class Diag(BlockDiagonal):
     name = "diag"
 
     def block_sums(self, moments: MomentsOf) -> Contribution:
-        return {"diag": moments.squares().double()}
+        return {"diag": moments.squares()}
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:
         return DiagBlock(sums["diag"].clamp(min=0).to(eigh.dtype), shape)

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import Rows, in_sums
+from laplace.algebra import Rows
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.errors import OptionError
 from laplace.structures.base import Contribution, Sums, Traces
@@ -38,14 +38,14 @@ class Kron(BlockDiagonal):
     def block_sums(self, moments: MomentsOf) -> Contribution:
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
-            return {"H": moments.gram().double()} if small else {"diag": moments.squares().double()}
-        b = in_sums(moments.outputs())
+            return {"H": moments.gram()} if small else {"diag": moments.squares()}
+        b = moments.outputs()
         sums: Contribution = {"B": b}
         if moments.first:
             rows = moments.input_rows()
             if rows is None:
                 gram, count = moments.inputs()
-                sums |= {"A": in_sums(gram)}
+                sums |= {"A": gram}
             else:
                 count = len(rows)
                 sums |= {"A": Rows(rows)}
