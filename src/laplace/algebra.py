@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.errors import NumericalError
+
 _HELD = 2**20  # numbers collected before a product
 _MANY = 512  # columns from which half a product is worth four calls
 
@@ -40,6 +42,16 @@ def eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (..., 
     else:
         values, vectors = torch.linalg.eigh(work)
     return values.clamp(min=0).to(dtype), vectors.to(dtype).contiguous()
+
+
+def check_positive(eigenvalues: Tensor) -> None:
+    """Refuse a precision with eigenvalues that are not positive, as an exact Hessian away from an optimum has."""
+    if not (eigenvalues > 0).all():
+        smallest = float(eigenvalues.detach().min())
+        raise NumericalError(
+            f"the posterior precision is not positive definite: its smallest eigenvalue is {smallest:.3g}. Raise the "
+            f"prior precision by more than {-smallest:.3g}, train to an optimum, or take curvature='ggn'."
+        )
 
 
 def in_sums(matrix: Tensor) -> Tensor:

@@ -95,9 +95,8 @@ def _classification(out: Path, settings: Settings) -> Path:
         before = [torch.softmax(model(x), -1) for x in (digits.x_test, digits.x_left_out)]
         after = [la.predict(x).mean for x in (digits.x_test, digits.x_left_out)]
     _print_table(before, after, digits.y_test)
-    if settings.noise:
-        print("  The default noise of 0.5 was picked because it makes the network overconfident. At 0.3 and below it")
-        print("  is not, and Laplace makes NLL, ECE and Brier worse: see `laplace demo --noise 0.3`, or 0.")
+    print("  Noise of sd 0.5 was chosen for this demo because it makes the network overconfident. On cleaner images")
+    print("  (--noise 0.3 and below) it is not, and there Laplace makes NLL, ECE and Brier worse.")
     print()
     bins = {
         "MAP": metrics.reliability(before[0], digits.y_test),
@@ -154,8 +153,8 @@ def _regression(out: Path, settings: Settings) -> Path:
     print(f"  {sd[grid.abs() < 1].max():.2f} in the gap (at most). Share of new points that its 95 % interval holds:")
     print(f"    in the gap, |x| < 1        {_compare_intervals(model, la, _uniform(2000, -1, 1))}")
     print(f"    past the end, 3 < x < 3.5  {_compare_intervals(model, la, _uniform(2000, 3, 3.5))}")
-    print("  Doubt about the last layer alone is only as good as its features: it fails past the data's end,")
-    print("  and with a second hidden layer it often fails in the gap too.\n")
+    print("  Doubt about the last layer alone is only as good as its features: past the data's end it mostly falls")
+    print("  short, and with a second hidden layer it often does so in the gap too.\n")
     path = out / "regression.png"
     title = "What the network does not know, and what is noise"
     plots.regression_band(grid, mean, sd, sigma, data=(x, y), truth=_curve(grid), title=title).savefig(path)

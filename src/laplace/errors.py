@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class LaplaceError(Exception):
@@ -71,3 +72,11 @@ def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "laplace":
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level + 1)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's notes on operations that it vectorises slowly: they would be about our choice, not the user's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -67,8 +67,7 @@ class Accumulator:
                 f"batch {index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
             )
         with torch.no_grad():
-            curvature = CURVATURES[self.kind](self.likelihood, f, y, self.samples, self.generator)
-            for moments in forward.moments(curvature):
+            for moments in self._moments(forward, y):
                 self._pending.append(moments)
                 self._held += moments.held
                 if self._held > _HELD:
@@ -84,6 +83,15 @@ class Accumulator:
         counts = (self.n_data, self.n_outputs)
         parts = (self.structure, self.likelihood, self.kind, self.layout, mean, sums, self.data)
         return Fit(*parts, *counts, linear=self.engine.linear)
+
+    def _moments(self, forward: Forward, y: Tensor) -> Iterator[Moments]:
+        if self.kind == "hessian":
+            exact = forward.hessian(lambda f: -self.likelihood.log_prob(f, y).sum(), self.structure.name == "diag")
+            if exact is not None:
+                yield exact
+                return
+        curvature = CURVATURES[self.kind](self.likelihood, forward.outputs, y, self.samples, self.generator)
+        yield from forward.moments(curvature)
 
     def _take(self) -> None:
         """Take the moments of the batches that were held back: one large product instead of many small ones."""

@@ -17,6 +17,7 @@ from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Inputs, Keys, device_of, training_batches
 from laplace.budget import DEFAULT, Budget
+from laplace.coverage import Coverage, coverage_of
 from laplace.errors import (
     InputError,
     LaplaceWarning,
@@ -34,6 +35,7 @@ from laplace.options import (
     generator_or_none,
     method_named,
     pred_type_named,
+    refuse_others,
     samples_of,
     structure_named,
     subset_named,
@@ -56,7 +58,7 @@ class Laplace(Predictable, Readable):
     likelihood         'classification', 'regression', or a likelihood object
     subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
     hessian_structure  'kron', 'diag' or 'full'
-    curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher)
+    curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
     """
 
     def __init__(
@@ -82,14 +84,18 @@ class Laplace(Predictable, Readable):
         memory_budget: int = DEFAULT,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        refuse_others(others)
         if not isinstance(model, nn.Module):
             raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
         self.model = model
         self.likelihood = likelihood_named(likelihood)
         self.subset_of_weights = subset_named(subset_of_weights)
-        self.structure = structure_named(hessian_structure, damping, weight_sharing)
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
+        self.structure = structure_named(
+            hessian_structure, damping, weight_sharing, self.curvature, self.subset_of_weights
+        )
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
         self._temperature = _checked_temperature(temperature)
         self.enable_backprop = enable_backprop
@@ -187,6 +193,7 @@ class Laplace(Predictable, Readable):
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
         self._warned.discard("stale")
+        self._say_what_is_not_kron()
         return self
 
     # ---- evidence and tuning -----------------------------------------------------------------------------------
@@ -277,6 +284,10 @@ class Laplace(Predictable, Readable):
         """Whether the posterior has seen data."""
         return self._fitted is not None
 
+    def coverage(self) -> Coverage:
+        """A table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes."""
+        return coverage_of(self.posterior.fit, self._plan)
+
     def to(self, device: torch.device | str) -> Laplace:
         """Move the posterior; the network is yours to move."""
         if self._fitted is not None:
@@ -318,7 +329,7 @@ class Laplace(Predictable, Readable):
         if isinstance(weights, LastLayer):
             return Head(self.model, weights)
         reduce = getattr(self.structure, "weight_sharing", "expand") == "reduce"
-        return Network(self.model, weights, self._budget, self._plan, reduce)
+        return Network(self.model, weights, self._budget, self._plan, reduce, self.curvature == "hessian")
 
     def _fresh_engine(self, weights: LastLayer | AllWeights) -> Head | Network:
         self._plan = None
@@ -350,6 +361,18 @@ class Laplace(Predictable, Readable):
                     yield forward, self.likelihood.check_targets(f, part.to(f.device))
                 except InputError as error:
                     raise InputError(f"validation batch {index}: {error}") from None
+
+    def _say_what_is_not_kron(self) -> None:
+        """Warn once of tensors whose gradients are no outer products."""
+        others = [row for row in self.coverage() if self.structure.name == "kron" and "kron" not in row.kept]
+        if others:
+            named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            self._warn_once(
+                "coverage",
+                f"kron keeps {len(others)} of {len(self.coverage())} tensors in another form, since their gradients "
+                f"are no outer products: {named}{more}. See la.coverage().",
+            )
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:

@@ -12,18 +12,30 @@ from laplace.curvature import CURVATURES
 from laplace.errors import OptionError, UnsupportedError, choice, shown
 from laplace.structures import STRUCTURES, Kron, Structure
 
+_TO_COME: Final = {
+    "subnetwork_indices": "subset_of_weights='subnetwork'",
+    "n_subset": "hessian_structure='gp'",
+    "independent_outputs": "hessian_structure='gp'",
+    "seed": "hessian_structure='gp'",
+    "functional_approximation": "hessian_structure='gp'",
+}
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 
-def structure_named(name: str, damping: bool | str, weight_sharing: str) -> Structure:
+def structure_named(name: str, damping: bool | str, weight_sharing: str, curvature: str, subset: str) -> Structure:
     """The structure of that name with its own options."""
     name = choice(name, STRUCTURES, "hessian_structure", to_come=("lowrank", "gp"))
     weight_sharing = choice(weight_sharing, ["expand", "reduce"], "weight_sharing")
+    exact = curvature == "hessian" and subset != "last_layer"  # there it is the GGN
     if name == "kron":
+        if exact:
+            raise UnsupportedError("the exact Hessian has no Kronecker form. Take hessian_structure='full' or 'diag'.")
         return Kron(damping, weight_sharing)
     if damping:
         raise OptionError(f"damping={damping!r} belongs to hessian_structure='kron'; {name} has the exact prior only.")
-    return STRUCTURES[name]()
+    structure = STRUCTURES[name]()
+    structure.semidefinite = not exact
+    return structure
 
 
 def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> str:
@@ -34,13 +46,12 @@ def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str,
         if meant == "ggn" and (backend_kwargs or {}).get("stochastic"):
             meant = "mc"
         if meant is None or (name is not None and str(name) != meant):
-            raise OptionError(
-                f"backend={label} does not say which curvature. Write curvature='ggn', 'sketch', 'mc' or 'ef'."
-            )
+            kinds = ", ".join(map(repr, CURVATURES))
+            raise OptionError(f"backend={label} does not say which curvature. Write curvature= one of {kinds}.")
         name = meant
     elif backend_kwargs:
         raise OptionError("backend_kwargs goes with backend; here curvature= and curvature_samples= say it.")
-    return choice("ggn" if name is None else name, CURVATURES, "curvature", to_come=("hessian",))
+    return choice("ggn" if name is None else name, CURVATURES, "curvature")
 
 
 def samples_of(kind: str, samples: object) -> int:
@@ -86,3 +97,11 @@ def generator_or_none(generator: Any) -> torch.Generator | None:
     if generator is not None and not isinstance(generator, torch.Generator):
         raise OptionError(f"generator is a {type(generator).__name__}; write torch.Generator().manual_seed(0).")
     return generator
+
+
+def refuse_others(options: Mapping[str, Any]) -> None:
+    """Keywords of laplace-torch that belong to what is still to come, and keywords that nobody knows."""
+    for name in options:
+        if name in _TO_COME:
+            raise UnsupportedError(f"{name}= belongs to {_TO_COME[name]}, which is not built yet.")
+        raise OptionError(f"Laplace has no option {name!r}. See help(Laplace).")

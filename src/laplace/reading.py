@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,26 +12,19 @@ from torch import Tensor
 from laplace.errors import InputError, UnsupportedError
 from laplace.posterior import Fit, Posterior
 from laplace.structures import Gaussian
-from laplace.structures.blockdiag import BlockDiagonalGaussian
-from laplace.structures.diag import DiagGaussian
+from laplace.structures.blockdiag import BlockCurvature, BlockDiagonalGaussian
+from laplace.structures.diag import DiagBlock, DiagGaussian
+from laplace.weights.layout import Layout
 
 
 class KroneckerMatrix:
-    """A block-diagonal matrix of Kronecker products in its eigenbasis."""
+    """A block-diagonal matrix of Kronecker products, known by its eigenvalues."""
 
-    def __init__(self, gaussian: BlockDiagonalGaussian) -> None:
-        self._gaussian = gaussian
-
-    def to_matrix(self) -> Tensor:  # (P, P)
-        """Written out."""
-        return self._gaussian.precision_matrix()
-
-    def logdet(self) -> Tensor:
-        """Log-determinant from the eigenvalues."""
-        return self._gaussian.logdet()
+    def __init__(self, to_matrix: Callable[[], Tensor], logdet: Callable[[], Tensor], layout: Layout) -> None:
+        self.to_matrix, self.logdet, self._layout = to_matrix, logdet, layout  # (P, P), ()
 
     def __repr__(self) -> str:
-        return f"KroneckerMatrix({len(self._gaussian.blocks)} blocks, {self._gaussian.layout.n_params} weights)"
+        return f"KroneckerMatrix({len(self._layout.names)} blocks, {self._layout.n_params} weights)"
 
 
 class Readable(ABC):
@@ -78,11 +72,13 @@ class Readable(ABC):
     @property
     def H(self) -> Tensor | KroneckerMatrix:
         """The curvature at unit noise: (P, P) for full, (P,) for diag, an object with to_matrix() for kron."""
-        one = torch.ones((), dtype=self.mean.dtype, device=self.mean.device)
-        zeros = [one * 0] * self.n_layers
-        if self._fit.structure.name == "full":
-            return self._fit.curvature.matrix()
-        return self._shown(self._fit.curvature.gaussian(one, zeros))
+        curvature = self._fit.curvature
+        if not isinstance(curvature, BlockCurvature):
+            return curvature.matrix().clone()
+        diagonals = [block.diagonal for block in curvature.blocks if isinstance(block, DiagBlock)]
+        if len(diagonals) == len(curvature.blocks):
+            return torch.cat(diagonals)
+        return KroneckerMatrix(curvature.matrix, lambda: torch.logdet(curvature.matrix()), self._fit.layout)
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -173,4 +169,6 @@ class Readable(ABC):
         if not isinstance(gaussian, BlockDiagonalGaussian):
             return gaussian.precision_matrix().clone()
         diagonals = [block.precision for block in gaussian.blocks if isinstance(block, DiagGaussian)]
-        return torch.cat(diagonals) if len(diagonals) == len(gaussian.blocks) else KroneckerMatrix(gaussian)
+        if len(diagonals) == len(gaussian.blocks):
+            return torch.cat(diagonals)
+        return KroneckerMatrix(gaussian.precision_matrix, gaussian.logdet, gaussian.layout)

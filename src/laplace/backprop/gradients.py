@@ -8,7 +8,7 @@ output. G itself is almost never formed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -165,6 +165,10 @@ class Forward(Protocol):
 
     def moments(self, curvature: OutputCurvature) -> Iterator[Moments]:
         """What the structures accumulate, for the vectors whose outer products sum to `curvature`, some at a time."""
+        ...
+
+    def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> Moments | None:
+        """The exact Hessian of a loss of the outputs; None where it is the GGN."""
         ...
 
     def jacobian(self, outputs: Tensor | None = None) -> Jacobian:

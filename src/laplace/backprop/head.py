@@ -97,6 +97,10 @@ class HeadForward:
         kept = [a.clone() for a in self.inputs]  # held back for a while, when the batch's own memory may be reused
         yield HeadMoments(kept, curvature, self.outputs.shape[0])
 
+    def hessian(self, loss: Any, diagonal: bool) -> None:
+        """None: in a last layer the Hessian of these likelihoods is the GGN, in closed form."""
+        return
+
     def jacobian(self, outputs: Tensor | None = None) -> Any:
         """The Jacobian, whose rows are phi (x) e_c."""
         whole = HeadJacobian(self.inputs, self.outputs.shape[0], self.outputs.shape[1])

@@ -6,21 +6,24 @@ Gradients are taken with respect to layer outputs, never to weights: those would
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.algebra import gram
-from laplace.backprop.layers.generic import quiet
 from laplace.backprop.plan import Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
 from laplace.backprop.uses import Dense, Use
 from laplace.batches import Inputs
 from laplace.budget import Budget
+from laplace.curvature.hessian import HessianMoments, hessian
 from laplace.curvature.output import OutputCurvature
+from laplace.errors import quiet
 from laplace.replica import replicate
 from laplace.weights.all_weights import AllWeights
 
@@ -31,10 +34,17 @@ class Network:
     linear = False
 
     def __init__(
-        self, model: nn.Module, weights: AllWeights, budget: Budget, plan: Plan | None = None, reduce: bool = False
+        self,
+        model: nn.Module,
+        weights: AllWeights,
+        budget: Budget,
+        plan: Plan | None = None,
+        reduce: bool = False,
+        twice_differentiable: bool = False,
     ) -> None:
         self.replica, self.weights = replicate(model, set(weights.layout.names)), weights
         self.budget, self.plan, self.reduce = budget, plan, reduce
+        self.twice_differentiable = twice_differentiable
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> NetworkForward:
         """Run a batch with its graph; gradients with respect to the inputs only `with_grad`."""
@@ -42,13 +52,17 @@ class Network:
         plan = self.planned(inputs)
         recorder = Recorder(self.replica, plan.hooked, plan.repeated, with_grad)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), self._kernels():
                 recorder.start(inputs.size)
                 f = inputs.call(self.replica)
         finally:
             recorder.active = False
             recorder.remove()
         return NetworkForward(self, plan, inputs, f, recorder.calls, with_grad)
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """Fused attention has no second derivative; the plain one has."""
+        return sdpa_kernel(SDPBackend.MATH) if self.twice_differentiable else nullcontext()
 
     def planned(self, inputs: Inputs) -> Plan:
         """The plan, made anew where the old one was made on a single example."""
@@ -87,6 +101,16 @@ class NetworkForward:
             yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
         if len(v) > 1:
             self.plan.seconds[batched] = (time.process_time() - start) / v.numel()
+
+    def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> HessianMoments:
+        """Second derivatives of a loss of the outputs in all parameters."""
+        layout = self.network.weights.layout
+        named = dict(self.network.replica.named_parameters())
+        with torch.enable_grad():
+            value = loss(self.f.to(self.dtype))
+            chunk = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 4, share=0.5)
+            h = hessian(value, [named[name] for name in layout.names], diagonal, chunk)
+        return HessianMoments(h.to(self.dtype), layout.sizes)
 
     def jacobian(self, outputs: Tensor | None = None) -> NetworkJacobian:
         """Gradients of the unit vectors of output space, (C, N, C), or of the asked ones."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
 
-
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
 
 

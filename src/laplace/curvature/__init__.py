@@ -11,6 +11,12 @@ from laplace.curvature.mc import mc
 from laplace.curvature.output import OutputCurvature
 from laplace.curvature.sketch import sketch
 
-CURVATURES: Final[dict[str, Callable[..., OutputCurvature]]] = {"ggn": ggn, "sketch": sketch, "mc": mc, "ef": ef}
+CURVATURES: Final[dict[str, Callable[..., OutputCurvature]]] = {
+    "ggn": ggn,
+    "sketch": sketch,
+    "mc": mc,
+    "ef": ef,
+    "hessian": ggn,  # of the outputs; of the weights it is another matter: hessian.py
+}
 
 __all__ = ["CURVATURES", "OutputCurvature"]

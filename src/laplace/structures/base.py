@@ -103,6 +103,7 @@ class Structure(ABC):
     """A way of keeping the curvature."""
 
     name: str
+    semidefinite: bool = True  # whether H has no negative eigenvalues but for rounding
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
 
     @abstractmethod

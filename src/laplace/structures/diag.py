@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from laplace.algebra import check_positive
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
@@ -19,7 +20,7 @@ class Diag(BlockDiagonal):
         return {"diag": moments.squares()}
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:
-        return DiagBlock(sums["diag"].clamp(min=0).to(eigh.dtype), shape)
+        return DiagBlock((sums["diag"].clamp(min=0) if self.semidefinite else sums["diag"]).to(eigh.dtype), shape)
 
 
 class DiagBlock(Block):
@@ -29,7 +30,9 @@ class DiagBlock(Block):
         self.diagonal, self.shape = diagonal, shape
 
     def gaussian(self, scale: Tensor, precision: Tensor) -> DiagGaussian:
-        return DiagGaussian(scale * self.diagonal + precision, self.shape)
+        total = scale * self.diagonal + precision
+        check_positive(total)
+        return DiagGaussian(total, self.shape)
 
     def matrix(self) -> Tensor:
         return self.diagonal.diag()

@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.algebra import check_positive
 from laplace.backprop.gradients import Jacobian, Moments
-from laplace.errors import NumericalError
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
 from laplace.weights.layout import Layout
 
@@ -27,25 +27,29 @@ class Full(Structure):
         return {"H": moments.gram().double()}
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> FullCurvature:
-        return FullCurvature(sums["H"], layout, dtype)
+        return FullCurvature(sums["H"], layout, dtype, self.semidefinite)
 
 
 class FullCurvature(Curvature):
     """H and, once asked for, its eigendecomposition."""
 
-    def __init__(self, h: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(self, h: Tensor, layout: Layout, dtype: torch.dtype, semidefinite: bool) -> None:
         self.h, self.layout, self.dtype = (h + h.T) / 2, layout, dtype  # h in float64
+        self.semidefinite = semidefinite
 
     @cached_property
     def eigh(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues, not below zero, and eigenvectors of H; in float64, whose rounding is far below any prior."""
         values, vectors = torch.linalg.eigh(self.h)
-        return values.clamp(min=0).to(self.dtype), vectors.to(self.dtype)
+        values = values.clamp(min=0) if self.semidefinite else values
+        return values.to(self.dtype), vectors.to(self.dtype)
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
         if all(d is precision[0] and d.numel() == 1 for d in precision):
             values, vectors = self.eigh
-            return SpectralGaussian(scale * values + precision[0].reshape(()), vectors, self.layout)
+            total = scale * values + precision[0].reshape(())
+            check_positive(total)
+            return SpectralGaussian(total, vectors, self.layout)
         sizes = self.layout.sizes
         diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in zip(precision, sizes, strict=True)])
         return CholeskyGaussian(scale.to(self.h) * self.h + diagonal.to(self.h).diag(), self.layout, self.dtype)
@@ -137,11 +141,7 @@ class CholeskyGaussian(_Dense):
         self.precision, self.layout, self.dtype = precision, layout, dtype
         self.root, failed = torch.linalg.cholesky_ex(precision)
         if failed:
-            smallest = float(torch.linalg.eigvalsh(precision.detach().double())[0])
-            raise NumericalError(
-                f"the posterior precision is not positive definite in {precision.dtype}: its smallest eigenvalue is "
-                f"{smallest:.3g}. Raise the prior precision by {max(-2 * smallest, 0):.3g}."
-            )
+            check_positive(torch.linalg.eigvalsh(precision.detach()))
 
     def logdet(self) -> Tensor:
         return 2 * self.root.diagonal().double().log().sum()

@@ -7,9 +7,7 @@ module per vector.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.func import functional_call, vjp, vmap
 from laplace.backprop.arrangement import is_float, tensors_in
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.uses import Dense, Use
+from laplace.errors import quiet
 
 
 class Generic(Rule):
@@ -110,14 +109,6 @@ class WholeNetwork(Generic):
         values = inputs.tensors()
         grads = self.pull_back(outputs, parameters, values, [0] * len(values), gs)
         return {key: Dense(grad.flatten(2)) for key, grad in grads.items()}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's notes on operations that it vectorises slowly: they would be about our choice, not the user's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        yield
 
 
 def _replace(value: Any, tensors: Any) -> Any:

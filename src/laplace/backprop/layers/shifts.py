@@ -1,10 +1,10 @@
 """Second moments of 3x3 patches without unfolding them.
 
-With stride 1 and one ring of zeros, A[(c, d), (c', d')] = sum over positions t of x_c[t + d] x_c'[t + d'] depends on d' - d
-alone, up to the edges. So the image, laid out with two zero columns and two zero rows, is multiplied with itself at 13 flat
-shifts (views, no copies): that counts every position at which the kernel overlaps the image at all. The positions one row
-or column outside, which the convolution does not visit, see a single row or column of the image; their share is taken off
-again, corners once.
+With stride 1 and one ring of zeros, A[(c, d), (c', d')] = sum over positions t of x_c[t + d] x_c'[t + d'] depends on
+d' - d alone, up to the edges. So the image, laid out with two zero columns and two zero rows, is multiplied with itself
+at 13 flat shifts (views, no copies): that counts every position at which the kernel overlaps the image at all. The
+positions one row or column outside, which the convolution does not visit, see a single row or column of the image;
+their share is taken off again, corners once.
 """
 
 from __future__ import annotations

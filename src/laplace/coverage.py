@@ -1,0 +1,88 @@
+"""`la.coverage()`: which rule explains each parameter, what is kept of its curvature, and how many bytes that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from laplace.backprop.plan import Plan
+from laplace.posterior import Fit
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    kept: str
+    bytes: int
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """All uncertain parameter tensors; prints as a table."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of all sums together."""
+        return sum(row.bytes for row in self.rows)
+
+    def __repr__(self) -> str:
+        head = ("parameter", "shape", "weights", "rule", "kept", "bytes")
+        body = [
+            (row.name, "x".join(map(str, row.shape)), f"{row.weights:,}", row.rule, row.kept, f"{row.bytes:,}")
+            for row in self.rows
+        ]
+        total = ("total", "", f"{sum(row.weights for row in self.rows):,}", "", "", f"{self.bytes:,}")
+        widths = [max(len(line[i]) for line in (head, *body, total)) for i in range(len(head))]
+        right = {2, 5}
+
+        def line(cells: tuple[str, ...]) -> str:
+            placed = [
+                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+            ]
+            return "  ".join(placed).rstrip()
+
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        return "\n".join([line(head), rule, *map(line, body), rule, line(total)])
+
+
+def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
+    """Read off a fit and its plan (None for a last layer)."""
+    rows = []
+    for name, shape, size in zip(fit.layout.names, fit.layout.shapes, fit.layout.sizes, strict=True):
+        own = {key.rpartition("/")[2]: value for key, value in fit.sums.items() if key.rpartition("/")[0] == name}
+        if "H" in fit.sums:
+            share = size / fit.layout.n_params
+            kept, size_in_bytes = "full", round(share * fit.sums["H"].nbytes)
+        else:
+            kept, size_in_bytes = _kept(own), sum(value.nbytes for value in own.values())
+        rule = "last layer" if plan is None else plan.rule_of(name)
+        rows.append(Row(name, shape, rule, kept, size_in_bytes))
+    return Coverage(tuple(rows))
+
+
+def _kept(sums: dict) -> str:
+    if "diag" in sums:
+        return "diag"
+    if "H" in sums:
+        return f"dense {sums['H'].shape[-1]}"
+    groups = sums["B"].shape[0]
+    factors = f"kron {sums['B'].shape[-1]} x {sums['A'].shape[-1]}"
+    return factors if groups == 1 else f"{groups} groups of {factors}"
