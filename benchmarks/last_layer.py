@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import machine
 import networks
+from data import Batches, forward, inputs_of, random_batches
 from laplace import Laplace
 from measure import Work, best_seconds, peak_memory, use_one_thread
 from report import Result, save, table
@@ -75,7 +76,7 @@ class Problem:
 
     name: str
     model: nn.Module
-    batches: Sequence[tuple[Tensor, Tensor]]
+    batches: Batches
     structure: str
     repeats: int
 
@@ -87,7 +88,7 @@ class Problem:
 
     def predict(self, n: int, ceiling: float, peer: float | str) -> Result:
         """Probit predictions in one call against the forward pass of the same inputs."""
-        x, la = torch.cat([x for x, _ in self.batches])[:n], self.fitted()
+        x, la = inputs_of(self.batches, n), self.fitted()
         return self._over_forward(f"predict {n}", [x], lambda: lambda: la(x), ceiling, peer)
 
     def tune(self, ceiling: float, peer: float | str) -> Result:
@@ -111,7 +112,7 @@ class Problem:
     def _over_forward(
         self, what: str, inputs: Sequence[Tensor], work: Work, ceiling: float, peer: float | str
     ) -> Result:
-        seconds = best_seconds({"forward": lambda: lambda: _forward(self.model, inputs), "laplace": work}, self.repeats)
+        seconds = best_seconds({"forward": lambda: lambda: forward(self.model, inputs), "laplace": work}, self.repeats)
         ratio = seconds["laplace"] / seconds["forward"]
         return Result(self.name, what, ratio, "x forward", ceiling, peer, seconds)
 
@@ -126,26 +127,12 @@ def fit_tune_predict() -> None:
 
 
 def _ten_classes(structure: str, repeats: int) -> Problem:
-    batches = _batches((1, 28, 28), 10, 4000, 128)
+    batches = random_batches((1, 28, 28), 10, 4000, 128)
     return Problem(f"LeNet, 10 classes, {structure}", networks.lenet(), batches, structure, repeats)
 
 
 def _thousand_classes(repeats: int) -> Problem:
-    return Problem("MLP, 1000 classes, kron", networks.mlp(), _batches((512,), 1000, 2000, 100), "kron", repeats)
-
-
-def _batches(shape: tuple[int, ...], classes: int, n: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Normal inputs of that shape with labels drawn at random."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, *shape, generator=generator)
-    y = torch.randint(classes, (n,), generator=generator)
-    return list(zip(x.split(size), y.split(size), strict=True))
-
-
-@torch.no_grad()
-def _forward(model: nn.Module, inputs: Sequence[Tensor]) -> None:
-    for x in inputs:
-        model(x)
+    return Problem("MLP, 1000 classes, kron", networks.mlp(), random_batches((512,), 1000, 2000, 100), "kron", repeats)
 
 
 def _options() -> argparse.Namespace:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,12 +25,25 @@ Work = Callable[[], Callable[[], object]]  # prepares, untimed, and returns what
 _KILOBYTE = 1 if sys.platform == "darwin" else 1024  # in what getrusage counts ru_maxrss
 
 # A process begins with the peak of the one that started it, so that a large benchmark would hide a small work.
-# Between the two stands this small one.
+# Between the two stands this small one, which also hands its memory limit down.
 _LAUNCH = """
 import resource, subprocess, sys
-subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+limit = int(sys.argv[1])
+if limit:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+code = subprocess.run(sys.argv[2:], stdout=subprocess.DEVNULL).returncode
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code != 0)
 """
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What is known of a process that has come to its end."""
+
+    succeeded: bool
+    peak: int  # bytes resident
+    errors: str  # what it wrote to stderr
 
 
 def use_one_thread() -> None:
@@ -51,13 +67,33 @@ def best_seconds(works: Mapping[str, Work], repeats: int, at_least: float = 1.0)
     return best
 
 
-def peak_memory(work: Callable[[], object]) -> int:
+def peak_memory(work: Callable[..., object], *args: str) -> int:
     """Bytes resident at the peak of a fresh process that does nothing but import `work`'s module and call it."""
     file = Path(inspect.getfile(work)).resolve()
-    call = f"import sys; sys.path.insert(0, {str(file.parent)!r}); import {file.stem} as m; m.{work.__name__}()"
-    launch = [sys.executable, "-c", _LAUNCH, sys.executable, "-c", call]
-    done = subprocess.run(launch, check=True, stdout=subprocess.PIPE, text=True)
-    return int(done.stdout) * _KILOBYTE
+    path = f"import sys; sys.path.insert(0, {str(file.parent)!r})"
+    done = run_apart([sys.executable, "-c", f"{path}; import {file.stem} as m; m.{work.__name__}(*{args!r})"])
+    if not done.succeeded:
+        raise RuntimeError(f"{work.__name__}{args} failed in its own process:\n{done.errors}")
+    return done.peak
+
+
+def run_apart(
+    command: Sequence[str], seconds: float | None = None, memory: int = 0, env: Mapping[str, str] | None = None
+) -> Finished:
+    """Run a command in a process of its own, its address space limited to `memory` bytes (0: not at all).
+
+    Raises subprocess.TimeoutExpired after `seconds`; nothing of it is left running.
+    """
+    launch = [sys.executable, "-c", _LAUNCH, str(memory), *command]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(launch, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return Finished(process.returncode == 0, int(out) * _KILOBYTE, errors)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from itertools import pairwise
+
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 def lenet() -> nn.Sequential:
@@ -26,3 +29,51 @@ def lenet() -> nn.Sequential:
 def mlp() -> nn.Sequential:
     """512-512-1000: one hidden layer and a thousand outputs, (N, 512) -> (N, 1000), in eval mode."""
     return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1000)).eval()
+
+
+def digits_mlp() -> nn.Sequential:
+    """784-100-100-10 for flattened 28x28 images, (N, 784) -> (N, 10), in eval mode."""
+    return _relu_mlp(784, 100, 100, 10)
+
+
+def tiny_mlp() -> nn.Sequential:
+    """6-8-8-3, small enough for all its 155 weights together, (N, 6) -> (N, 3), in eval mode."""
+    return _relu_mlp(6, 8, 8, 3)
+
+
+def resnet20() -> nn.Sequential:
+    """He's ResNet-20 for 32x32 images, (N, 3, 32, 32) -> (N, 10), in eval mode."""
+    widths = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        *(Residual(c, d) for c, d in pairwise(widths)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    ).eval()
+
+
+class Residual(nn.Module):
+    """Two convolutions around which the input is added, halved in size and padded with zero channels where wider."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.stride, self.wider = width // channels, width - channels
+        self.conv1 = nn.Conv2d(channels, width, 3, stride=self.stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, C, H, W) -> (N, D, H / stride, W / stride)
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.wider))
+        return F.relu(out + shortcut)
+
+
+def _relu_mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i, o in pairwise(widths):
+        layers += [nn.Linear(i, o), nn.ReLU()]
+    return nn.Sequential(*layers[:-1]).eval()

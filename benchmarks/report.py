@@ -10,7 +10,7 @@ from pathlib import Path
 
 from machine import Machine
 
-_HEADER = ("case", "", "measured", "ceiling", "laplace-torch 0.3", "")
+_HEADER = ("case", "", "measured", "ceiling", "laplace-torch 0.3", "of it", "")
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,16 @@ class Result:
     case: str
     what: str
     measured: float
-    unit: str  # 'x forward', 's' or 'GB'
+    unit: str  # 'x forward', 'x epoch', 's' or 'GB'
     ceiling: float
     peer: float | str  # what laplace-torch needs, or why there is no number
     seconds: Mapping[str, float] = field(default_factory=dict)  # what a ratio was made of
+    remark: str = ""  # what laplace-torch said where it gave no number
+
+    @property
+    def of_peer(self) -> float | None:
+        """Measured over what laplace-torch needs, where that is a number."""
+        return None if isinstance(self.peer, str) else self.measured / self.peer
 
     @property
     def verdict(self) -> str:
@@ -39,18 +45,24 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def save(path: Path, results: Sequence[Result], machine: Machine) -> None:
+def save(path: Path, results: Sequence[Result], machine: Machine, **more: object) -> None:
     """Write the results with the date and the machine that they belong to."""
     found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": asdict(machine),
         "results": [{**asdict(result), "verdict": result.verdict} for result in results],
+        **more,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _cells(result: Result) -> tuple[str, ...]:
-    measured, ceiling = f"{result.measured:#.3g} {result.unit}", f"{result.ceiling:g} {result.unit}"
-    peer = result.peer if isinstance(result.peer, str) else f"{result.peer:g} {result.unit}"
-    return result.case, result.what, measured, ceiling, peer, result.verdict
+    measured, ceiling = f"{_number(result.measured)} {result.unit}", f"{result.ceiling:g} {result.unit}"
+    peer = result.peer if isinstance(result.peer, str) else f"{_number(result.peer)} {result.unit}"
+    of_peer = "" if result.of_peer is None else f"{result.of_peer:.2g}"
+    return result.case, result.what, measured, ceiling, peer, of_peer, result.verdict
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}"

@@ -10,6 +10,7 @@ import torch
 import oracle
 from laplace import Laplace
 from laplace.batches import Inputs
+from laplace.errors import LaplaceWarning, NumericalError, UnsupportedError
 from networks import cut
 from zoo import ZOO, build
 
@@ -229,3 +230,93 @@ def test_gradients_of_the_predictive_in_the_inputs(network, structure):
         return la(inputs)[1].diagonal(dim1=1, dim2=2)
 
     assert torch.autograd.gradcheck(variance, (new,), atol=1e-6)
+
+
+def hessian_oracle(model, names, x, y, task):
+    parameters = dict(model.named_parameters())
+    sizes = [parameters[k].numel() for k in names]
+
+    def loss(theta):
+        parts = zip(names, theta.split(sizes), strict=True)
+        f = torch.func.functional_call(model, {k: t.reshape(parameters[k].shape) for k, t in parts}, (x,))
+        return -torch.stack([oracle.log_prob(task, a, b) for a, b in zip(f, y, strict=True)]).sum()
+
+    theta = torch.cat([parameters[k].detach().flatten() for k in names])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.autograd.functional.hessian(loss, theta)
+
+
+@pytest.mark.parametrize("network", ["mlp", "conv", "residual", "transformer", "tied", "recurrent"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_hessian_is_exact(network, task):
+    la, model, x, y, names = fit(network, task, "full", "hessian", prior_precision=1e4)
+    h = hessian_oracle(model, names, x, y, task)
+    close(la.H, h)
+    close(fit(network, task, "diag", "hessian", prior_precision=1e4)[0].H, h.diag())
+    assert la(x) is not None
+
+
+def test_an_indefinite_hessian_names_the_prior_that_repairs_it():
+    la, model, x, y, names = fit("residual", "regression", "full", "hessian", prior_precision=1e-3)
+    smallest = float(torch.linalg.eigvalsh(hessian_oracle(model, names, x, y, "regression"))[0])
+    assert smallest < 0
+    with pytest.raises(NumericalError, match=f"smallest eigenvalue is {smallest + 1e-3:.3g}"):
+        la(x)
+    la.prior_precision = 1e-3 - 1.01 * smallest
+    assert la(x)[1].isfinite().all()
+
+
+def test_the_hessian_of_the_last_layer_is_its_ggn_in_every_structure():
+    model, x, y, _ = build("mlp", "classification")
+    for structure in ("full", "kron", "diag"):
+        one, two = (
+            Laplace(model, "classification", hessian_structure=structure, curvature=kind).fit(cut(x, y, 4))
+            for kind in ("ggn", "hessian")
+        )
+        assert float(one.log_marginal_likelihood()) == float(two.log_marginal_likelihood())
+
+
+def test_a_hessian_of_too_many_weights_is_refused_with_the_limit():
+    model = torch.nn.Linear(2000, 6)
+    with pytest.raises(UnsupportedError, match=r"12,006 weights.*limit is 10,000"):
+        Laplace(model, "classification", "all", "diag", curvature="hessian").fit(
+            [(torch.randn(2, 2000), torch.zeros(2, dtype=torch.long))]
+        )
+
+
+def test_coverage_names_rule_structure_and_bytes():
+    model, x, y, names = build("residual", "classification")
+    la = Laplace(model, "classification", "all", "kron")
+    with pytest.warns(LaplaceWarning, match=r"kron keeps 6 of 14 tensors.*bn\.weight \(dense 4\).*la\.coverage"):
+        la.fit(cut(x, y, 4))
+    rows = {row.name: row for row in la.coverage()}
+    assert list(rows) == names
+    assert (rows["block.weight"].rule, rows["block.weight"].kept) == ("conv", "kron 4 x 12")
+    assert (rows["bn.weight"].rule, rows["bn.weight"].kept) == ("norm", "dense 4")
+    assert la.coverage().bytes == sum(v.nbytes for v in la.posterior.fit.sums.values())
+    text = str(la.coverage())
+    assert all(name in text for name in names)
+    assert "total" in text
+    functional, x, y, _ = build("functional", "classification")
+    rules = {r.name: r.rule for r in Laplace(functional, "classification", "all", "diag").fit(cut(x, y, 4)).coverage()}
+    assert rules["unused.weight"] == "unused"
+    assert rules["bi.weight"] == "generic in 'bi'"
+
+
+def test_large_tensors_without_a_kronecker_form_are_kept_as_diagonals():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(300, 4), torch.nn.Flatten(), torch.nn.Linear(8, 3)).double()
+    x, y = torch.randint(300, (9, 2)), torch.randint(3, (9,))
+    la = Laplace(model, "classification", "all", "kron").fit(cut(x, y, 4))
+    assert [row.kept for row in la.coverage()] == ["diag", "kron 3 x 8", "kron 3 x 1"]
+    _, h = oracle.curvature_all(model, ["0.weight"], x, y, "classification")
+    close(la.H.to_matrix()[:1200, :1200].diagonal(), h.diag())
+
+
+def test_the_papers_first_listing_runs():
+    model, x, y, _ = build("mlp", "classification", n=40)
+    train_loader, val_loader = cut(x[:30], y[:30], 8), cut(x[30:], y[30:], 8)
+    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
+    la.fit(train_loader)
+    la.optimize_prior_precision(method="CV", val_loader=val_loader, log_prior_prec_max=8, log_prior_prec_min=-8)
+    assert la(x, pred_type="glm", link_approx="probit").shape == (40, 3)

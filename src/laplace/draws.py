@@ -40,10 +40,11 @@ def normals_by_example(n: int, k: int, c: int, like: Tensor, generator: torch.Ge
     return (math.sqrt(2) * torch.erfinv(2 * uniforms(n, k, c, like, generator) - 1)).to(like.dtype)
 
 
-def normals(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers where nothing is cut into batches: draws of weights."""
-    eps = torch.randn(shape, generator=generator, dtype=like.dtype, device=_device(like, generator))
-    return eps.to(like.device)
+def normals(n: int, p: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers for n draws of p weights, draw by draw, (n, p)."""
+    device = _device(like, generator)
+    rows = [torch.randn(p, generator=generator, dtype=like.dtype, device=device) for _ in range(n)]
+    return torch.stack(rows).to(like.device)
 
 
 def _device(like: Tensor, generator: torch.Generator | None) -> torch.device:

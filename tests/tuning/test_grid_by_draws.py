@@ -59,9 +59,7 @@ def test_a_loss_gets_the_mean_over_drawn_weights(task, subset, structure):
             assert len(given) == len(by_hand)
             for one, other in zip(given, by_hand, strict=True):
                 torch.testing.assert_close(one, other)
-            totals[index] += len(y) * (
-                by_hand[0].square().sum(-1).mean() - 0.1 * len(by_hand) * by_hand[-2].mean()
-            )
+            totals[index] += len(y) * (by_hand[0].square().sum(-1).mean() - 0.1 * len(by_hand) * by_hand[-2].mean())
     assert chosen == pytest.approx(float(GRID[totals.argmin()]))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.jit import ScriptModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.algebra import gram
@@ -23,7 +24,7 @@ from laplace.batches import Inputs
 from laplace.budget import Budget
 from laplace.curvature.hessian import HessianMoments, hessian
 from laplace.curvature.output import OutputCurvature
-from laplace.errors import quiet
+from laplace.errors import ModelError, quiet
 from laplace.replica import replicate
 from laplace.weights.all_weights import AllWeights
 
@@ -45,6 +46,11 @@ class Network:
         self.replica, self.weights = replicate(model, set(weights.layout.names)), weights
         self.budget, self.plan, self.reduce = budget, plan, reduce
         self.twice_differentiable = twice_differentiable
+        if any(isinstance(module, ScriptModule) for module in self.replica.modules()):
+            raise ModelError(
+                "a scripted or traced module cannot be looked into. Use the network that it was made from, or "
+                "subset_of_weights='last_layer'."
+            )
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> NetworkForward:
         """Run a batch with its graph; gradients with respect to the inputs only `with_grad`."""

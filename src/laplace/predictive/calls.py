@@ -183,7 +183,7 @@ class Predictable(ABC):
         """Draws of the uncertain weights."""
         whole_number(n_samples, "n_samples")
         mean = self.posterior.fit.mean
-        eps = normals((n_samples, len(mean)), mean, generator_or_none(generator))
+        eps = normals(n_samples, len(mean), mean, generator_or_none(generator))
         return mean + self.posterior.gaussian.color(eps)
 
     def _weight_draws(self, inputs: Inputs, draws: Draws, exact: bool) -> Tensor:  # (S, N, C)

@@ -43,7 +43,7 @@ def sampled(
     """
     n_params, parts = posterior.fit.layout.n_params, []
     for start in range(0, draws.n, step := max(1, _CHUNK // n_params)):
-        eps = normals((min(step, draws.n - start), n_params), posterior.fit.mean, draws.generator)
+        eps = normals(min(step, draws.n - start), n_params, posterior.fit.mean, draws.generator)
         moves = posterior.gaussian.color(eps)
         drawn = [run.perturbed(moves) if exact else run.outputs + run.linearised(moves) for run in runs()]
         parts.append(torch.cat(drawn, 1))

@@ -195,9 +195,10 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
             step = step / 2
         else:
             return x, number  # nothing better in this direction
+        runaway, side = free & (step.abs() > 0.5), step.sign()
         x, (value, gradient, step) = candidate, new
-        if done:
-            return x, number
+        if done:  # a coordinate that still moves though nothing is gained is on its way to 0 or infinity
+            return torch.where(runaway, side * BOUND, x), number
     return x, max_steps
 
 

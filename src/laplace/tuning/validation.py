@@ -81,7 +81,7 @@ def _predictions(posteriors: Sequence[Posterior], forward: Forward, how: How) ->
     posteriors = [replace(posterior) for posterior in posteriors]  # a hundred Gaussians are not kept between batches
     gaussians = [posterior.gaussian for posterior in posteriors]
     if how.pred_type == "nn":
-        eps = normals((how.n_samples, fit.layout.n_params), f, _seeded(f))
+        eps = normals(how.n_samples, fit.layout.n_params, f, _seeded(f))
         for gaussian in gaussians:
             samples = forward.perturbed(gaussian.color(eps))
             yield (samples.mean(0), samples.var(0)) if fit.likelihood.has_noise else (samples.softmax(-1).mean(0), None)
