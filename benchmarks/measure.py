@@ -25,25 +25,32 @@ Work = Callable[[], Callable[[], object]]  # prepares, untimed, and returns what
 _KILOBYTE = 1 if sys.platform == "darwin" else 1024  # in what getrusage counts ru_maxrss
 
 # A process begins with the peak of the one that started it, so that a large benchmark would hide a small work.
-# Between the two stands this small one, which also hands its memory limit down.
+# Between the two stands this small one, which also hands its limits down (0: none).
 _LAUNCH = """
 import resource, subprocess, sys
-limit = int(sys.argv[1])
-if limit:
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-code = subprocess.run(sys.argv[2:], stdout=subprocess.DEVNULL).returncode
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-sys.exit(code != 0)
+seconds, memory = map(int, sys.argv[1:3])
+if seconds:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+if memory:
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+code = subprocess.run(sys.argv[3:], stdout=subprocess.DEVNULL).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, code)
 """
+_PATIENCE = 5  # times the CPU seconds, for a process that waits or shares its core
 
 
 @dataclass(frozen=True)
 class Finished:
     """What is known of a process that has come to its end."""
 
-    succeeded: bool
-    peak: int  # bytes resident
-    errors: str  # what it wrote to stderr
+    code: int  # 0: all went well
+    peak: int = 0  # bytes resident
+    errors: str = ""  # what it wrote to stderr
+
+    @property
+    def late(self) -> bool:
+        """Whether it was ended for its time."""
+        return self.code == -signal.SIGXCPU
 
 
 def use_one_thread() -> None:
@@ -72,28 +79,28 @@ def peak_memory(work: Callable[..., object], *args: str) -> int:
     file = Path(inspect.getfile(work)).resolve()
     path = f"import sys; sys.path.insert(0, {str(file.parent)!r})"
     done = run_apart([sys.executable, "-c", f"{path}; import {file.stem} as m; m.{work.__name__}(*{args!r})"])
-    if not done.succeeded:
+    if done.code:
         raise RuntimeError(f"{work.__name__}{args} failed in its own process:\n{done.errors}")
     return done.peak
 
 
 def run_apart(
-    command: Sequence[str], seconds: float | None = None, memory: int = 0, env: Mapping[str, str] | None = None
+    command: Sequence[str], seconds: int = 0, memory: int = 0, env: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run a command in a process of its own, its address space limited to `memory` bytes (0: not at all).
-
-    Raises subprocess.TimeoutExpired after `seconds`; nothing of it is left running.
-    """
-    launch = [sys.executable, "-c", _LAUNCH, str(memory), *command]
+    """Run a command in a process of its own, ended after so many CPU seconds; `memory` bytes of addresses for it."""
+    launch = [sys.executable, "-c", _LAUNCH, str(seconds), str(memory), *command]
     pipe = subprocess.PIPE
     process = subprocess.Popen(launch, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
     try:
-        out, errors = process.communicate(timeout=seconds)
-    except BaseException:
+        out, errors = process.communicate(timeout=_PATIENCE * seconds or None)
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return Finished(-signal.SIGXCPU)
         raise
-    return Finished(process.returncode == 0, int(out) * _KILOBYTE, errors)
+    peak, code = map(int, out.split())
+    return Finished(code, peak * _KILOBYTE, errors)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -74,7 +74,7 @@ class Peer:
 
     folder: Path
     missing: str = ""
-    seconds: float = 60.0
+    seconds: int = 60
     memory: int = 8 * 10**9
 
     def ask(self, question: Question, task: str, **request: Any) -> Answer:
@@ -92,10 +92,9 @@ class Peer:
             (exchange / "requests.json").write_text(json.dumps(requests))
             command = [sys.executable, str(Path(__file__).with_name("peer_side.py")), str(self.folder), name]
             environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-            try:
-                done = run_apart(command, self.seconds, self.memory, environment)
-            except subprocess.TimeoutExpired:
-                return [Answer(failure=f"not in {self.seconds:g} s")] * len(requests)
+            done = run_apart(command, self.seconds, self.memory, environment)
+            if done.late:
+                return [Answer(failure=f"not in {self.seconds} s")] * len(requests)
             path = exchange / "answers.json"
             if not path.exists():
                 said = done.errors.strip().splitlines() or ["no message"]
@@ -106,8 +105,9 @@ class Peer:
         if "found" in answer:
             return Answer(answer["found"], peak)
         out_of_memory = "allocate memory" in answer["error"] or answer["error"].startswith("MemoryError")
-        failure = f"not in {self.memory / 1e9:g} GB" if out_of_memory else "refused"
-        return Answer(peak=peak, failure=failure, remark=answer["error"])
+        if out_of_memory:
+            return Answer(peak=peak, failure=f"not in {self.memory / 1e9:g} GB")
+        return Answer(peak=peak, failure="refused", remark=answer["error"])
 
 
 def install(folder: Path = FOLDER) -> Peer:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from machine import Machine
 
-_HEADER = ("case", "", "measured", "ceiling", "laplace-torch 0.3", "of it", "")
+_HEADER = ("case", "", "ours", "ceiling", "laplace-torch 0.3", "ratio", "")
 
 
 @dataclass(frozen=True)

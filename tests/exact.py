@@ -59,7 +59,7 @@ def assert_predicts_exactly(
 ) -> None:
     """Variances of the outputs are J Sigma J^T, for several numbers of inputs at a time."""
     names = list(la.posterior.fit.layout.names)
-    for n in (len(x), 5, 2, 1):
+    for n in (len(x), 2, 1):
         jac = oracle.jacobian_loop(reference, names, x[:n])
         covariance = jac @ la.posterior_covariance @ jac.mT
         outputs = la.predict(pack(x[:n])).outputs

@@ -14,7 +14,10 @@ from zoo import build
 TASKS = ["classification", "regression"]
 KINDS = ["ggn", "ef", "mc", "sketch"]
 HELD = "laplace.fitting._HELD"
-pytestmark = pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning"),
+    pytest.mark.filterwarnings("ignore:kron keeps:laplace.errors.LaplaceWarning"),
+]
 
 
 def seeded():

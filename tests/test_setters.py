@@ -10,6 +10,8 @@ from laplace.structures import STRUCTURES
 from networks import cut
 from zoo import build
 
+pytestmark = pytest.mark.filterwarnings("ignore:kron keeps:laplace.errors.LaplaceWarning")
+
 
 def values(task, subset, structure):
     """Every hyperparameter away from its default, vectors where they are allowed."""

@@ -127,10 +127,10 @@ def test_delta_of_independent_outputs_is_its_formula_with_a_diagonal_covariance(
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("subset", SUBSETS)
 def test_nn_of_classification_is_the_mean_of_softmax_over_drawn_weights(subset, structure):
-    la, x = fitted("classification", subset, structure, prior_precision=0.5)
+    la, x = fitted("classification", subset, structure, prior_precision=0.2)
     f = outputs_of_drawn_weights(la, x, 12)
     expected = f.softmax(-1).mean(0)
-    assert float((f.mean(0).softmax(-1) - expected).abs().max()) > 0.02  # not the softmax of the mean
+    assert float((f.mean(0).softmax(-1) - expected).abs().max()) > 0.005  # not the softmax of the mean
     torch.testing.assert_close(la(x, pred_type="nn", n_samples=12, generator=seeded()), expected)
     prediction = la.predict(x, pred_type="nn", n_samples=12, generator=seeded())
     torch.testing.assert_close(prediction.mean, expected)

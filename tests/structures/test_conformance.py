@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -24,6 +25,7 @@ from laplace.prior import Prior
 from laplace.structures import STRUCTURES
 from networks import cut
 
+pytestmark = pytest.mark.filterwarnings("ignore:kron keeps:laplace.errors.LaplaceWarning")
 KINDS = [kind for kind in CURVATURES if kind != "hessian"]  # the exact Hessian may be indefinite: test_all_weights.py
 
 TASKS = {"classification": 3, "regression": 2}
@@ -105,14 +107,12 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-8) -> None:
     assert float((a - b).abs().max()) <= tolerance * max(1.0, float(b.abs().max()))
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("curvature", KINDS)
-@pytest.mark.parametrize("subset", ["last_layer", "all"])
 class Conformance:
     """The suite: `given` is the fit under test."""
 
     structure: str
     options: tuple = ()
+    kinds: Sequence[str] = KINDS
 
     def expected_precision(self, given: Case, prior: str) -> Tensor:
         """s H + D; a structure that keeps the prior otherwise says how."""
@@ -275,6 +275,13 @@ class Conformance:
         close(posterior.log_evidence, posterior.log_likelihood - 0.5 * (scatter + logdet))
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.cls is not None and issubclass(metafunc.cls, Conformance):
+        metafunc.parametrize("subset", ["last_layer", "all"])
+        metafunc.parametrize("curvature", metafunc.cls.kinds)
+        metafunc.parametrize("task", TASKS)
+
+
 def dense(structure: str, subset: str, curvature: str, task: str) -> tuple[Tensor, Tensor]:
     """The curvature of a case, and sum of J^T Lambda J with the Lambda of the same labels and generator."""
     given = case(structure, subset, curvature, task)
@@ -304,13 +311,13 @@ globals().update({f"Test{name.capitalize()}": _registered(name) for name in STRU
 
 
 class TestReducedKron(Conformance):
-    structure, options = "kron", (("weight_sharing", "reduce"),)
+    structure, options, kinds = "kron", (("weight_sharing", "reduce"),), ("ggn",)
 
 
 class TestDampedKron(Conformance):
     """(s B + sqrt(delta) I) (x) (A + sqrt(delta) I) of every weight with Kronecker factors."""
 
-    structure, options = "kron", (("damping", True),)
+    structure, options, kinds = "kron", (("damping", True),), ("ggn",)
 
     def expected_precision(self, given: Case, prior: str) -> Tensor:
         sums, layout, blocks = given.fit.sums, given.fit.layout, []

@@ -99,14 +99,11 @@ class NetworkForward:
         self.outputs = (f if attached else f.detach()).to(self.dtype)
 
     def moments(self, curvature: OutputCurvature) -> Iterator[NetworkMoments]:
-        """Second moments for the vectors of a root of `curvature`: all at once, or one after the other."""
+        """Second moments for the vectors of a root of `curvature`, as many at a time as the budget allows."""
         v = curvature.root()
-        batched = self._batched(len(v))
-        start = time.process_time()
-        for i, part in enumerate([v] if batched else v.split(1)):
-            yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
-        if len(v) > 1:
-            self.plan.seconds[batched] = (time.process_time() - start) / v.numel()
+        together = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 3)
+        for i, part in enumerate(v.split(min(together, len(v)))):
+            yield NetworkMoments(self._uses(part, first=i == 0), self.network)
 
     def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> HessianMoments:
         """Second derivatives of a loss of the outputs in all parameters."""
@@ -123,7 +120,7 @@ class NetworkForward:
         n, c = self.f.shape
         eye = torch.eye(c, dtype=self.dtype, device=self.f.device)
         v = (eye if outputs is None else eye[outputs]).unsqueeze(1).expand(-1, n, -1)
-        return NetworkJacobian(self._uses(v, self._batched(len(v)), first=True), self.network)
+        return NetworkJacobian(self._uses(v, first=True), self.network)
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """J step: gradients of the outputs times the step, tensor by tensor."""
@@ -149,8 +146,11 @@ class NetworkForward:
             except RuntimeError:  # an operation without a batching rule
                 return torch.stack([run({k: t[s] for k, t in moved.items()}) for s in range(len(steps))]).to(self.dtype)
 
-    def _uses(self, v: Tensor, batched: bool, first: bool) -> list[Use]:  # v: (K, N, C)
+    def _uses(self, v: Tensor, first: bool) -> list[Use]:  # v: (K, N, C)
+        start, batched = time.process_time(), self._batched(len(v))
         sent = self._send(v.to(self.f.dtype), batched)
+        if len(v) > 1 and self.plan.seconds.get(batched) != float("inf"):
+            self.plan.seconds[batched] = (time.process_time() - start) / v.numel()
         calls, index = [], 0
         for call in self.calls:
             gs = sent[index : index + len(call.edges)]
@@ -189,9 +189,8 @@ class NetworkForward:
         return [torch.stack([zeros_for(row[i], *kind, v) for row in rows]) for i, kind in enumerate(kinds)]
 
     def _batched(self, k: int) -> bool:
-        """Whether all vectors go back at once: what was cheaper so far, if they fit; each way is tried once."""
-        bytes_all = 4 * k * self.plan.width * self.f.shape[0] * 3
-        if bytes_all > self.network.budget.bytes:
+        """Whether vectors go back all at once: what was cheaper so far, if they fit; each way is tried once."""
+        if 4 * k * self.plan.width * self.f.shape[0] * 3 > self.network.budget.bytes:
             return False
         seconds = self.plan.seconds
         return True not in seconds or (False in seconds and seconds[True] <= seconds[False])

@@ -161,6 +161,22 @@ class Stored:
         return self.a.mean(3, keepdim=True)
 
 
+class Ones:
+    """The constant input of a bias."""
+
+    def __init__(self, g: Tensor) -> None:  # (K, N, 1, O, 1)
+        self.like, self.shape = g, (g.shape[1], 1, 1, 1)
+
+    def read(self, part: slice) -> Tensor:
+        return self.like.new_ones(len(range(self.shape[0])[part]), 1, 1, 1)
+
+    def gram(self) -> Tensor:
+        return self.like.new_full((1, 1, 1), float(self.shape[0]))
+
+    def mean(self) -> Tensor:
+        return self.read(slice(None))
+
+
 @dataclass
 class Outer(Use):
     """sum_t g a^T in groups; `reduce` takes positions together before the Kronecker factors are formed."""

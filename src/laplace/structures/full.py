@@ -116,7 +116,7 @@ class SpectralGaussian(_Dense):
         return self.eigenvalues.double().log().sum()
 
     def color(self, eps: Tensor) -> Tensor:
-        return (eps * self.eigenvalues.rsqrt()) @ self.vectors.T
+        return ((eps @ self.vectors) * self.eigenvalues.rsqrt()) @ self.vectors.T  # whatever basis eigh chose
 
     def quadratic(self, vector: Tensor) -> Tensor:
         return ((vector @ self.vectors).square() * self.eigenvalues).sum(-1)

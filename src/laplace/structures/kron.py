@@ -114,7 +114,7 @@ class KronGaussian(BlockGaussian):
         return self.eigenvalues.double().log().sum()
 
     def color(self, eps: Tensor) -> Tensor:
-        return self._out(eps.unflatten(-1, self.eigenvalues.shape) * self.variances.sqrt())
+        return self._out(self._into(eps) * self.variances.sqrt())  # whatever basis eigh chose
 
     def marginal_variances(self) -> Tensor:
         return (self.block.left.squares.mT @ self.variances @ self.block.right.squares).flatten()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from laplace.backprop.layers.base import Call, Rule
-from laplace.backprop.uses import Outer, Stored, Use
+from laplace.backprop.uses import Ones, Outer, Stored, Use
 
 
 class Linear(Rule):
@@ -29,4 +29,4 @@ class Linear(Rule):
 def bias(g: Tensor, weight: Outer | None, first: bool) -> Outer:  # (K, N, Gr, O, T)
     """A bias is a weight with constant input 1, its g summed over positions: exact."""
     g = (g if g.shape[4] == 1 else g.sum(4, keepdim=True)).flatten(2, 3).unsqueeze(2)
-    return Outer(Stored(g.new_ones(g.shape[1], 1, 1, 1)), g, False, first, weight, summed=True)
+    return Outer(Ones(g), g, False, first, weight, summed=True)
