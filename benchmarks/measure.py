@@ -25,18 +25,16 @@ Work = Callable[[], Callable[[], object]]  # prepares, untimed, and returns what
 _KILOBYTE = 1 if sys.platform == "darwin" else 1024  # in what getrusage counts ru_maxrss
 
 # A process begins with the peak of the one that started it, so that a large benchmark would hide a small work.
-# Between the two stands this small one, which also hands its limits down (0: none).
+# Between the two stands this small one, which also hands its memory limit down (0: none). Time is not limited this way:
+# with RLIMIT_CPU set, Linux counts CPU seconds in ticks of milliseconds.
 _LAUNCH = """
 import resource, subprocess, sys
-seconds, memory = map(int, sys.argv[1:3])
-if seconds:
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+memory = int(sys.argv[1])
 if memory:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-code = subprocess.run(sys.argv[3:], stdout=subprocess.DEVNULL).returncode
+code = subprocess.run(sys.argv[2:], stdout=subprocess.DEVNULL).returncode
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, code)
 """
-_PATIENCE = 5  # times the CPU seconds, for a process that waits or shares its core
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,8 @@ class Finished:
     """What is known of a process that has come to its end."""
 
     code: int  # 0: all went well
-    peak: int = 0  # bytes resident
-    errors: str = ""  # what it wrote to stderr
-
-    @property
-    def late(self) -> bool:
-        """Whether it was ended for its time."""
-        return self.code == -signal.SIGXCPU
+    peak: int  # bytes resident
+    errors: str  # what it wrote to stderr
 
 
 def use_one_thread() -> None:
@@ -69,9 +62,26 @@ def best_seconds(works: Mapping[str, Work], repeats: int, at_least: float = 1.0)
     start = time.process_time()
     while turns < repeats or time.process_time() - start < at_least:
         for name, prepare in works.items():
-            best[name] = min(best[name], _seconds(prepare()))
+            best[name] = min(best[name], cpu_seconds(prepare()))
         turns += 1
     return best
+
+
+def warmed(work: Callable[[], object]) -> Work:
+    """A work that is timed right after an untimed run of itself: what others are compared with has its caches warm."""
+
+    def prepare() -> Callable[[], object]:
+        work()
+        return work
+
+    return prepare
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of one run."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 def peak_memory(work: Callable[..., object], *args: str) -> int:
@@ -85,25 +95,20 @@ def peak_memory(work: Callable[..., object], *args: str) -> int:
 
 
 def run_apart(
-    command: Sequence[str], seconds: int = 0, memory: int = 0, env: Mapping[str, str] | None = None
+    command: Sequence[str], seconds: float | None = None, memory: int = 0, env: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run a command in a process of its own, ended after so many CPU seconds; `memory` bytes of addresses for it."""
-    launch = [sys.executable, "-c", _LAUNCH, str(seconds), str(memory), *command]
+    """Run a command in a process of its own; `memory` bytes of addresses for it, 0 for no limit.
+
+    Raises subprocess.TimeoutExpired after `seconds` on the clock; nothing of it is left running.
+    """
+    launch = [sys.executable, "-c", _LAUNCH, str(memory), *command]
     pipe = subprocess.PIPE
     process = subprocess.Popen(launch, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
     try:
-        out, errors = process.communicate(timeout=_PATIENCE * seconds or None)
-    except BaseException as error:
+        out, errors = process.communicate(timeout=seconds)
+    except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return Finished(-signal.SIGXCPU)
         raise
     peak, code = map(int, out.split())
     return Finished(code, peak * _KILOBYTE, errors)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start

@@ -92,8 +92,9 @@ class Peer:
             (exchange / "requests.json").write_text(json.dumps(requests))
             command = [sys.executable, str(Path(__file__).with_name("peer_side.py")), str(self.folder), name]
             environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-            done = run_apart(command, self.seconds, self.memory, environment)
-            if done.late:
+            try:
+                done = run_apart(command, self.seconds, self.memory, environment)
+            except subprocess.TimeoutExpired:
                 return [Answer(failure=f"not in {self.seconds} s")] * len(requests)
             path = exchange / "answers.json"
             if not path.exists():

@@ -24,6 +24,7 @@ class Result:
     ceiling: float
     peer: float | str  # what laplace-torch needs, or why there is no number
     seconds: Mapping[str, float] = field(default_factory=dict)  # what a ratio was made of
+    peer_seconds: Mapping[str, float] = field(default_factory=dict)  # the same for laplace-torch
     remark: str = ""  # what laplace-torch said where it gave no number
 
     @property

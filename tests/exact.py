@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ def assert_exact(
     kinds: Sequence[str] = ("ggn", "ef"),
     reference: nn.Module | None = None,
     pack: Callable[[Tensor], Any] = lambda x: x,
+    rules: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Laplace:
     """Fit 'full' and 'diag' on batches of these sizes and compare curvature and predictions with the oracle.
 
     `reference` is the same network as a function of one tensor, with the same names, where the oracle cannot run
-    `model` itself; `pack` makes the network's input of a tensor.
+    `model` itself; `pack` makes the network's input of a tensor; `rules` are those that must have explained some
+    layers' parameters (a wrong rule is not seen in the numbers: the audit hands its parameters to the generic one).
     """
     reference = copy.deepcopy(model if reference is None else reference).eval()
     names = [k for k, p in reference.named_parameters() if p.requires_grad]
@@ -51,6 +53,8 @@ def assert_exact(
         assert_close(diag.H, h.diagonal())
         fits.append(full)
     assert_predicts_exactly(fits[0], reference, x, pack)
+    for row in fits[0].coverage().rows:
+        assert row.rule == (rules or {}).get(row.name.rpartition(".")[0], row.rule)
     return fits[0]
 
 

@@ -84,7 +84,10 @@ class Prior:
 
 def own(tensor: Tensor) -> Tensor:
     """A copy that the user cannot write to; the tensor itself where it requires grad."""
-    return tensor if tensor.requires_grad else tensor.detach().clone()
+    if tensor.requires_grad:
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.detach().clone()
 
 
 def positive(value: Tensor | float, what: str) -> Tensor:

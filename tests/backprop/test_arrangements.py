@@ -86,7 +86,8 @@ CASES = [(a, k) for a in ARRANGEMENTS for k in KINDS if (a, k) != ("(T, N, .)", 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_rows_belong_to_their_example(arrangement, positions, pool):
     """The audit sees five examples: five positions could be mistaken for them."""
-    assert_exact(arranged(arrangement, "linear", pool), sequences(8, positions), sizes=(6, 2), kinds=("ggn",))
+    model, rules = arranged(arrangement, "linear", pool), {"layer": "linear", "head": "linear"}
+    assert_exact(model, sequences(8, positions), sizes=(6, 2), kinds=("ggn",), rules=rules)
 
 
 @pytest.mark.parametrize("pool", ["all", "first"])

@@ -66,7 +66,7 @@ def test_the_mutual_information_is_that_of_many_draws():
     draws = la.predictive_samples(x, n_samples=20_000, generator=torch.Generator().manual_seed(1))
     entropy = torch.special.entr(draws.mean(0)).sum(-1)
     expected = entropy - torch.special.entr(draws).sum(-1).mean(0)
-    torch.testing.assert_close(p.epistemic, expected, atol=4e-3, rtol=0)
+    torch.testing.assert_close(p.epistemic, expected, atol=8e-3, rtol=0)
 
 
 def test_epistemic_uncertainty_goes_with_more_data_and_the_labels_own_entropy_stays():

@@ -27,7 +27,7 @@ class Arrangement:
             return tensor if shape[:1] == (n,) else None
         if self.kind == "second":
             return tensor.transpose(lead, lead + 1) if len(shape) > 1 and shape[1] == n else None
-        if not shape or shape[0] % n or (shape[0] == n and self.kind != "rows"):
+        if not shape or shape[0] % n:
             return None
         if self.kind == "rows":
             return tensor.unflatten(lead, (n, -1))
@@ -46,24 +46,21 @@ class Arrangement:
         return tensor.squeeze(1) if self.kind == "second" else tensor
 
 
-def detect(touched: Tensor, n: int) -> Arrangement | None:
-    """The arrangement of a tensor from where a gradient that concerns example 0 alone has touched it (bool).
+def detect(touched: list[Tensor]) -> Arrangement | None:
+    """The arrangement of a tensor from where gradients that concern one example alone have touched it (bool).
 
-    None where it is touched in a way that only interacting examples explain.
+    `touched` has one mask per example. None where only interacting examples explain them.
     """
-    shape = touched.shape
-    fits = []
-    if shape[0] == n and not touched[1:].any():
-        fits.append("first")
-    if touched.dim() > 1 and shape[1] == n and not touched[:, 1:].any():
-        fits.append("second")
-    if shape[0] % n == 0 and shape[0] > n:
-        t = shape[0] // n
-        if not touched[t:].any():
-            fits.append("rows")
-        if not touched.unflatten(0, (t, n))[:, 1:].any():
-            fits.append("columns")
-    return Arrangement(fits[0]) if fits else None
+    n, shape = len(touched), touched[0].shape
+    for kind in ("first", "second", "rows", "columns"):
+        arrangement = Arrangement(kind)
+        if kind in ("rows", "columns") and shape[0] == n:
+            continue
+        parts = [arrangement.split(mask, n) for mask in touched]
+        others = (part[torch.arange(n) != i] for i, part in enumerate(parts) if part is not None)
+        if all(part is not None for part in parts) and not any(bool(rest.any()) for rest in others):
+            return arrangement
+    return None
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -80,3 +77,8 @@ def tensors_in(value: object) -> list[Tensor]:
 def is_float(tensor: Tensor) -> bool:
     """Whether gradients can reach it."""
     return tensor.is_floating_point() or tensor.dtype in (torch.complex64, torch.complex128)
+
+
+def version(tensor: Tensor) -> int:
+    """How often it has been written to; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version

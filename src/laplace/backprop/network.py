@@ -56,15 +56,21 @@ class Network:
         """Run a batch with its graph; gradients with respect to the inputs only `with_grad`."""
         inputs = inputs.normal_tensors()
         plan = self.planned(inputs)
-        recorder = Recorder(self.replica, plan.hooked, plan.repeated, with_grad)
+        f, calls = self._recorded(inputs, plan, with_grad)
+        if not plan.fits(calls, f.shape[0]):
+            plan = self.plan = make_plan(self.replica, self.weights.layout, inputs)
+            f, calls = self._recorded(inputs, plan, with_grad)
+        return NetworkForward(self, plan, inputs, f, calls, with_grad)
+
+    def _recorded(self, inputs: Inputs, plan: Plan, attached: bool) -> tuple[Tensor, list[Recorded]]:
+        recorder = Recorder(self.replica, plan.hooked, plan.repeated, attached)
         try:
             with torch.inference_mode(False), torch.enable_grad(), self._kernels():
                 recorder.start(inputs.size)
-                f = inputs.call(self.replica)
+                return inputs.call(self.replica), recorder.calls
         finally:
             recorder.active = False
             recorder.remove()
-        return NetworkForward(self, plan, inputs, f, recorder.calls, with_grad)
 
     def _kernels(self) -> AbstractContextManager[Any]:
         """Fused attention has no second derivative; the plain one has."""
@@ -133,7 +139,7 @@ class NetworkForward:
         layout, replica = self.network.weights.layout, self.network.replica
         parameters = dict(replica.named_parameters())
         moved = {
-            name: parameters[name].detach() + step.unflatten(1, shape).to(parameters[name].dtype)
+            name: parameters[name].detach() + step.reshape(len(steps), *shape).to(parameters[name].dtype)
             for name, step, shape in zip(layout.names, layout.split(steps), layout.shapes, strict=True)
         }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from laplace.backprop.arrangement import is_float, tensors_in
+from laplace.backprop.arrangement import is_float, tensors_in, version
 from laplace.errors import ModelError
 
 
@@ -29,7 +29,7 @@ class Recorded:
 
     def check_unwritten(self) -> None:
         """Refuse inputs that were overwritten after the module had read them."""
-        if [t._version for t in tensors_in((self.args, self.kwargs))] != self.versions:
+        if [version(t) for t in tensors_in((self.args, self.kwargs))] != self.versions:
             raise ModelError(
                 f"the input of layer {self.name!r} is written to in place after the layer has read it, so that its "
                 "gradients cannot be told. Replace the in-place operation (out = out + x instead of out += x)."
@@ -80,7 +80,7 @@ class Recorder:
                     [get_gradient_edge(t) for t in outputs],
                     [t.shape for t in outputs],
                     [t.dtype for t in outputs],
-                    [t._version for t in read],
+                    [version(t) for t in read],
                 )
             )
             return output

@@ -198,7 +198,9 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
         runaway, side = free & (step.abs() > 0.5), step.sign()
         x, (value, gradient, step) = candidate, new
         if done:  # a coordinate that still moves though nothing is gained is on its way to 0 or infinity
-            return torch.where(runaway, side * BOUND, x), number
+            pushed = torch.where(runaway, side * BOUND, x)
+            better = bool(runaway.any()) and problem.step(pushed, free)[0] >= value - 1e-9 * abs(float(value))
+            return pushed if better else x, number
     return x, max_steps
 
 

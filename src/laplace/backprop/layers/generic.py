@@ -38,12 +38,13 @@ class Generic(Rule):
             alone = [call.arrangement.alone(t) if s is not None else t for t, s in zip(examples, split, strict=True)]
             args, kwargs = _replace((call.args, call.kwargs), iter(alone))
             out = functional_call(call.module, chosen, args, kwargs)
-            return [call.arrangement.of_alone(t) for t in tensors_in(out) if is_float(t)][: len(gs)]
+            found = [call.arrangement.of_alone(t) for t in tensors_in(out) if is_float(t)][: len(gs)]
+            return [t.to(g.dtype) for t, g in zip(found, gs, strict=True)]
 
         dims = [0 if s is not None else None for s in split]
         values = [t if s is None else s for t, s in zip(inputs, split, strict=True)]
         grads = self.pull_back(outputs, parameters, values, dims, cotangents)
-        return {key: Dense(grad.flatten(2)) for key, grad in grads.items()}
+        return {key: Dense(grad.reshape(*grad.shape[:2], -1).to(gs[0].dtype)) for key, grad in grads.items()}
 
     def pull_back(
         self,
@@ -65,8 +66,8 @@ class Generic(Rule):
         self, outputs: Any, parameters: dict[str, Tensor], values: list[Tensor], dims: Any, cotangents: list[Tensor]
     ) -> dict[str, Tensor]:
         def one(examples: list[Tensor], gs: list[Tensor]) -> dict[str, Tensor]:
-            _, pull = vjp(lambda chosen: outputs(chosen, examples), parameters)
-            return pull(gs)[0]
+            pulled = vjp(lambda chosen: outputs(chosen, examples), parameters)
+            return pulled[1](gs)[0]
 
         with quiet():
             per_vector = [vmap(one, (dims, 0))(values, [g[k] for g in cotangents]) for k in range(len(cotangents[0]))]
@@ -104,11 +105,11 @@ class WholeNetwork(Generic):
 
         def outputs(chosen: dict[str, Tensor], examples: list[Tensor]) -> list[Tensor]:
             alone = iter([t.unsqueeze(0) for t in examples])
-            return [inputs.with_tensors(alone).call_with(network, chosen).squeeze(0)]
+            return [inputs.with_tensors(alone).call_with(network, chosen).squeeze(0).to(gs[0].dtype)]
 
         values = inputs.tensors()
         grads = self.pull_back(outputs, parameters, values, [0] * len(values), gs)
-        return {key: Dense(grad.flatten(2)) for key, grad in grads.items()}
+        return {key: Dense(grad.reshape(*grad.shape[:2], -1).to(gs[0].dtype)) for key, grad in grads.items()}
 
 
 def _replace(value: Any, tensors: Any) -> Any:

@@ -16,12 +16,13 @@ class Norm(Rule):
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
         module, g = call.module, call.by_example(gs[0], 1)  # (K, N, ...)
+        framed = g.dim() > gs[0].dim()  # several rows of the module's batch belong to one example
         uses: dict[str, Use] = {}
         if "weight" in keys:
             x_hat = call.by_example(_normalised(module, call.read("input"))).to(g.dtype)
-            uses["weight"] = Dense(_onto_parameter(module, g * x_hat))
+            uses["weight"] = Dense(_onto_parameter(module, g * x_hat, framed))
         if "bias" in keys:
-            uses["bias"] = Dense(_onto_parameter(module, g))
+            uses["bias"] = Dense(_onto_parameter(module, g, framed))
         return uses
 
 
@@ -35,16 +36,10 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
     return F.batch_norm(x, module.running_mean, module.running_var, training=batch_statistics, eps=module.eps)
 
 
-def _onto_parameter(module: nn.Module, g: Tensor) -> Tensor:  # (K, N, ...) -> (K, N, p)
+def _onto_parameter(module: nn.Module, g: Tensor, framed: bool) -> Tensor:  # (K, N, ...) -> (K, N, p)
     """Summed over the positions that share a weight: all but the normalised dimensions, or all but the channels."""
     if isinstance(module, nn.LayerNorm):
         kept = len(module.normalized_shape)
         return g.flatten(2, -kept - 1).sum(2).flatten(2) if g.dim() > 2 + kept else g.flatten(2)
-    channels = 2 if g.dim() < 4 or g.shape[2] == _channels(module) else 3
-    if g.dim() == 3 or channels == 2:
-        return g.flatten(3).sum(3) if g.dim() > 3 else g
-    return g.flatten(4).sum(4).sum(2) if g.dim() > 4 else g.sum(2)
-
-
-def _channels(module: nn.Module) -> int:
-    return module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features  # type: ignore[return-value]
+    g = g.sum(2) if framed and g.dim() == 4 else g.flatten(4).sum((2, 4)) if framed else g
+    return g.flatten(3).sum(3) if g.dim() > 3 else g
