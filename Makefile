@@ -36,8 +36,9 @@ lint: $(STAMP)  ## Check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: $(STAMP)  ## Time last-layer fit and prediction
+bench: $(STAMP)  ## Time and memory of fit and prediction, last layer and all weights, beside laplace-torch
 	$(BIN)/python benchmarks/last_layer.py
+	$(BIN)/python benchmarks/all_weights.py
 
 clean:  ## Remove the environment, caches and what the demo drew
 	rm -rf $(VENV) build dist laplace-demo .pytest_cache .ruff_cache .hypothesis
