@@ -10,7 +10,8 @@ from torch import Tensor
 from laplace.errors import NumericalError
 
 _HELD = 2**20  # numbers collected before a product
-_MANY = 512  # columns from which half a product is worth four calls
+_MANY = 512  # columns from which half a product is worth several calls
+_PRECISE = 256  # columns up to which sums and decompositions are in float64
 
 
 def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
@@ -19,9 +20,8 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     if d < _MANY:
         return rows.T @ rows
     out = rows.new_empty(d, d)
-    strips = 8 if len(rows) >= 512 else 4
-    for k in range(strips):
-        a, b = k * d // strips, (k + 1) * d // strips
+    for k in range(4):
+        a, b = k * d // 4, (k + 1) * d // 4
         torch.mm(rows[:, a:b].T, rows[:, :b], out=out[a:b, :b])
         out[:a, a:b] = out[a:b, :a].T
     return out
@@ -30,12 +30,12 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 def eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (..., D, D) -> (..., D), (..., D, D)
     """Eigenvalues, not below zero, and eigenvectors of positive semi-definite matrices, in `dtype`.
 
-    Up to 512 dimensions the work is done in float64. A matrix whose rows sum to zero, as those of softmax do, has the
+    Up to 256 dimensions the work is done in float64. A matrix whose rows sum to zero, as those of softmax do, has the
     constant vector taken out before, so that its zero eigenvalue is an exact one: rounding there would compete with the
     prior once it is multiplied by the other Kronecker factor.
     """
     d = matrix.shape[-1]
-    work = matrix.double() if d <= _MANY else matrix.to(dtype)
+    work = matrix.double() if d <= _PRECISE else matrix.to(dtype)
     if d > 1 and matrix.shape[:-2].numel() == 1 and _rows_sum_to_zero(matrix, dtype):
         values, vectors = _eigh_without_constant(work.reshape(d, d))
         values, vectors = values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
@@ -56,7 +56,7 @@ def check_positive(eigenvalues: Tensor) -> None:
 
 def in_sums(matrix: Tensor) -> Tensor:
     """A contribution in the precision in which it is summed: float64, but for matrices whose eigh is not either."""
-    return matrix.double() if matrix.dim() < 2 or matrix.shape[-1] <= _MANY else matrix
+    return matrix.double() if matrix.dim() < 2 or matrix.shape[-1] <= _PRECISE else matrix
 
 
 def _rows_sum_to_zero(matrix: Tensor, dtype: torch.dtype) -> bool:

@@ -18,7 +18,7 @@ from laplace.posterior import Fit
 from laplace.structures import Structure, Sums
 from laplace.weights.layout import Layout
 
-_HELD = 2**22  # numbers held back before their moments are taken
+_HELD = 2**23  # numbers held back before their moments are taken
 
 
 class Engine(Protocol):

@@ -28,9 +28,10 @@ class OutputCurvature:
         """That of several batches as of one; all parts are of one kind."""
         diagonals = [part.diagonal for part in parts if part.diagonal is not None]
         vectors = [part.vectors for part in parts if part.vectors is not None]
-        return cls(
-            torch.cat(diagonals) if diagonals else None, torch.cat(vectors, 1) if vectors else None, parts[0].sign
-        )
+        joint = torch.cat(vectors, 1) if vectors else None
+        if joint is not None and [d.data_ptr() for d in diagonals] == [v.data_ptr() for v in vectors]:
+            return cls(joint[0], joint, parts[0].sign)  # softmax: d and u are the same probabilities
+        return cls(torch.cat(diagonals) if diagonals else None, joint, parts[0].sign)
 
     @property
     def held(self) -> int:
