@@ -35,10 +35,11 @@ x epoch      CPU seconds over those of a forward and backward pass over the same
              parameters; eval mode, one thread; all take turns in one run, the best of {repeats} or more turns counts.
              The epoch is timed right after an untimed one; after anything else it would be 5 to 20 % slower.
 x forward    the same over a plain forward pass (eval, no_grad) on the same inputs.
-fit          with one log_marginal_likelihood(), so that the decompositions are in it. sketch: one vector per example;
-             beside it laplace-torch's cheapest, a Monte-Carlo Fisher with one sample.
+fit          la.fit(batches). sketch: one vector per example; beside it laplace-torch's cheapest, a Monte-Carlo Fisher
+             with one sample. Its fit decomposes the factors; ours does so when they are first asked for: see tune.
 predict      probit, all inputs in one call la(x), warmed up once: the posterior is cached.
-tune         optimize_prior_precision() by evidence, one precision for all weights; the first after a fit.
+tune         optimize_prior_precision() by evidence, one precision for all weights; the first after a fit, so that our
+             decompositions are in it.
 peak memory  resident, of a fresh process that imports torch and the library, fits (exact), tunes and predicts.
 ratio        ours over laplace-torch's, which has {seconds} s and {memory:g} GB for each number."""
 
@@ -142,10 +143,8 @@ class Problem:
         epoch(self.model, self.batches)
 
     def fitted(self, curvature: str = "ggn") -> Laplace:
-        """A fitted posterior, its decompositions included."""
-        la = Laplace(self.model, "classification", "all", self.structure, curvature=curvature).fit(self.batches)
-        la.log_marginal_likelihood()
-        return la
+        """A fitted posterior."""
+        return Laplace(self.model, "classification", "all", self.structure, curvature=curvature).fit(self.batches)
 
     def sketched(self) -> Laplace:
         return self.fitted("sketch")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace.errors import NumericalError
 
-_HELD = 2**20  # numbers collected before a product
+_HELD = 2**22  # numbers collected before a product, at most
 _MANY = 512  # columns from which half a product is worth several calls
 _PRECISE = 256  # columns up to which sums and decompositions are in float64
 
@@ -100,7 +100,7 @@ class GramSum:
         """Count further rows; they are copied, since a loader may reuse its memory."""
         m, d = rows.shape
         if self._buffer is None:
-            self._buffer = rows.new_empty(max(m, _HELD // d), d)
+            self._buffer = rows.new_empty(max(m, min(_HELD // d, 8 * d)), d)
         if self._filled + m > len(self._buffer):
             self.flush()
         if m > len(self._buffer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import length_hint
 from typing import Any
@@ -40,6 +40,10 @@ class Inputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     keys: Keys = field(default_factory=Keys)
 
+    def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same with f of every tensor in x."""
+        return Inputs(_map_tensors(self.x, f), self.kwargs, self.keys)
+
     def to(self, device: torch.device) -> Inputs:
         """The same inputs on `device`."""
         kwargs = _map_tensors(dict(self.kwargs), lambda t: t.to(device))
@@ -50,7 +54,7 @@ class Inputs:
         if not any(t.is_inference() for t in _tensors(self.x)):
             return self
         with torch.inference_mode(False):
-            return Inputs(_map_tensors(self.x, torch.clone), self.kwargs, self.keys)
+            return self.map(torch.clone)
 
     @property
     def size(self) -> int | None:
@@ -62,7 +66,7 @@ class Inputs:
         """Some of the examples; the whole batch where they cannot be told apart."""
         if self.size is None:
             return self
-        return Inputs(_map_tensors(self.x, lambda t: t[start:stop]), self.kwargs, self.keys)
+        return self.map(lambda t: t[start:stop])
 
     def tensors(self) -> list[Tensor]:
         """All tensors in x."""
@@ -71,7 +75,7 @@ class Inputs:
     def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
         """The same with other tensors, in the order of `tensors()`."""
         others = iter(tensors)
-        return Inputs(_map_tensors(self.x, lambda _: next(others)), self.kwargs, self.keys)
+        return self.map(lambda _: next(others))
 
     def call_with(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Tensor:
         """The network's logits with some parameters replaced; the network itself is not written to."""
@@ -95,6 +99,15 @@ class Inputs:
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
             return (), {k: v for k, v in self.x.items() if k != self.keys.y}
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and labels, and the number of the batch in its loader."""
+
+    index: int
+    inputs: Inputs
+    y: Tensor
 
 
 def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
@@ -121,10 +134,8 @@ def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
     return Inputs(x, keys=keys), y
 
 
-def training_batches(
-    loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str
-) -> Iterator[tuple[int, Inputs, Tensor]]:
-    """(index, inputs, labels) of each batch of a loader, the inputs on the network's device; no empty batches."""
+def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
+    """The batches of a loader, the inputs on the network's device; no empty batches."""
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise InputError(
             f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
@@ -135,7 +146,7 @@ def training_batches(
     for index, batch in enumerate(_bar(loader, progress, what)):
         inputs, y = split(batch, keys, index)
         if y.shape[:1] != (0,):
-            yield index, inputs.to(device), y
+            yield Batch(index, inputs.to(device), y)
 
 
 def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool) -> Iterator[Inputs]:

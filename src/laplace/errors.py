@@ -36,6 +36,10 @@ class NumericalError(LaplaceError, ArithmeticError):
     """A matrix or a score that is not usable: not positive definite, NaN, infinite."""
 
 
+class MemoryBudgetError(LaplaceError, MemoryError):
+    """Something that would not fit into memory; the message has the bytes and what would fit."""
+
+
 class LaplaceWarning(UserWarning):
     """Base of our warnings: something was chosen for you, or is not as you may think."""
 

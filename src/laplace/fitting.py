@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from laplace.algebra import GramSum, Rows, in_sums
 from laplace.backprop.gradients import Forward, Moments
-from laplace.batches import Inputs
+from laplace.batches import Batch, Inputs
+from laplace.budget import Budget, in_bytes
 from laplace.curvature import CURVATURES
-from laplace.errors import InputError
+from laplace.errors import InputError, LaplaceError
+from laplace.gathering import gathered, joined
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior import Fit
-from laplace.structures import Structure, Sums
+from laplace.structures import STRUCTURES, Structure, Sums
 from laplace.weights.layout import Layout
 
 _HELD = 2**23  # numbers held back before their moments are taken
@@ -25,6 +27,10 @@ class Engine(Protocol):
     """What fitting and predicting need of a network: one run on a batch."""
 
     linear: bool  # whether the outputs are linear in the weights
+
+    def room(self) -> int:
+        """Up to how many examples small batches are run together."""
+        ...
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> Forward:
         """Run the network."""
@@ -43,29 +49,53 @@ class Accumulator:
         kind: str,
         samples: int,
         generator: torch.Generator | None,
+        budget: Budget,
     ) -> None:
         self.engine, self.likelihood, self.structure, self.layout = engine, likelihood, structure, layout
-        self.kind, self.samples, self.generator = kind, samples, generator
+        self.kind, self.samples, self.generator, self.budget = kind, samples, generator, budget
         self.sums: dict[str, Any] = {}
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
         self._pending: list[Moments] = []
         self._held = 0
+        self._like = torch.empty(0)  # of the outputs' dtype and device
+        self._together = True  # until a network does not run on joined batches
 
-    def add(self, inputs: Inputs, y: Tensor, index: int) -> None:
-        """Run one batch and add what it leaves; nothing is added where the batch is refused."""
-        forward = self.engine.forward(inputs)
+    def add(self, batches: Iterable[Batch]) -> None:
+        """Run all batches, small ones together, and add what they leave."""
+        for group in gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0):
+            if not (len(group) > 1 and self._added_as_one(group)):
+                for batch in group:
+                    self._count(*self._run(batch))
+
+    def _added_as_one(self, group: list[Batch]) -> bool:
+        try:
+            run = self._run(joined(group))
+        except LaplaceError:  # one by one: either it runs, or the error names its batch
+            self._together = False
+            return False
+        self._count(*run)
+        return True
+
+    def _run(self, batch: Batch) -> tuple[Forward, Tensor]:
+        """Run a batch; what is refused is refused here, before anything is added."""
+        forward = self.engine.forward(batch.inputs)
         f = forward.outputs
         try:
             self.likelihood.check_outputs(f)
             check_finite(f, "the network's outputs hold")
-            y = self.likelihood.check_targets(f, y.to(f.device))
+            y = self.likelihood.check_targets(f, batch.y.to(f.device))
         except InputError as error:
-            raise InputError(f"batch {index}: {error}") from None
+            raise InputError(f"batch {batch.index}: {error}") from None
         if self.n_outputs not in (0, f.shape[1]):
             raise InputError(
-                f"batch {index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
+                f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
             )
+        return forward, y
+
+    def _count(self, forward: Forward, y: Tensor) -> None:
+        f = forward.outputs
+        self._like = f[:0]
         with torch.no_grad():
             for moments in self._moments(forward, y):
                 self._pending.append(moments)
@@ -79,7 +109,7 @@ class Accumulator:
         """What has been added, at the weights `mean`."""
         with torch.no_grad():
             self._take()
-            sums = {k: v.flush().unsqueeze(0) if isinstance(v, GramSum) else v for k, v in self.sums.items()}
+            sums = {key: _tensor(value, mean) for key, value in self.sums.items()}
         counts = (self.n_data, self.n_outputs)
         parts = (self.structure, self.likelihood, self.kind, self.layout, mean, sums, self.data)
         return Fit(*parts, *counts, linear=self.engine.linear)
@@ -97,8 +127,24 @@ class Accumulator:
         """Take the moments of the batches that were held back: one large product instead of many small ones."""
         if self._pending:
             first, *others = self._pending
+            if not self.sums:
+                self._require_memory(first, self._like)
             _add(self.sums, self.structure.sums(first.merged(others) if others else first, self.layout))
             self._pending, self._held = [], 0
+
+    def _require_memory(self, moments: Moments, like: Tensor) -> None:
+        """Refuse a structure that cannot fit, with those that would."""
+        needed = self.structure.memory(moments, self.layout, like.element_size())
+        if self.budget.has(needed, like.device):
+            return
+        others = {name: make().memory(moments, self.layout, like.element_size()) for name, make in STRUCTURES.items()}
+        fitting = [f"{name!r} ({in_bytes(n)})" for name, n in others.items() if self.budget.has(n, like.device)]
+        self.budget.refuse(
+            needed,
+            like.device,
+            f"hessian_structure={self.structure.name!r} of {self.layout.n_params:,} weights",
+            f"What would fit: {', '.join(fitting) or 'no structure; take fewer weights'}.",
+        )
 
 
 def check_finite(f: Tensor, what: str) -> None:
@@ -110,11 +156,17 @@ def check_finite(f: Tensor, what: str) -> None:
         )
 
 
-def _add(total: dict[str, Any], part: Mapping[str, Tensor | Rows]) -> None:
+def _add(total: dict[str, Any], part: Mapping[str, Tensor | Rows | float]) -> None:
     for key, value in part.items():
         if isinstance(value, Rows):
             total.setdefault(key, GramSum()).add(value.rows)
         elif key in total:
             total[key] += value
         else:
-            total[key] = in_sums(value).clone()
+            total[key] = in_sums(value).clone() if isinstance(value, Tensor) else value
+
+
+def _tensor(total: Tensor | GramSum | float, like: Tensor) -> Tensor:
+    if isinstance(total, GramSum):
+        return total.flush().unsqueeze(0)
+    return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device=like.device)

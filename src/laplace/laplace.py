@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Inputs, Keys, device_of, training_batches
-from laplace.budget import DEFAULT, Budget
+from laplace.budget import Budget
 from laplace.coverage import Coverage, coverage_of
 from laplace.errors import (
     InputError,
@@ -81,7 +81,7 @@ class Laplace(Predictable, Readable):
         feature_reduction: str | None = None,
         damping: bool | str = False,
         weight_sharing: str = "expand",
-        memory_budget: int = DEFAULT,
+        memory_budget: int | None = None,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
@@ -169,7 +169,7 @@ class Laplace(Predictable, Readable):
         first = next(stream, None)
         if first is None:
             raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
-        weights = self._find_weights(first[1], keep=not override)
+        weights = self._find_weights(first.inputs, keep=not override)
         if not override and self._fitted is not None:
             self._notice_changes()
         before = None if override else self._fitted
@@ -182,13 +182,13 @@ class Laplace(Predictable, Readable):
             self.curvature,
             self.curvature_samples,
             generator_or_none(generator),
+            self._budget,
         )
         sums.n_outputs = 0 if before is None else before.n_outputs
         mean = weights.layout.join(weights.tensors(self.model))
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
         self._prior.check(weights.layout, self.structure.prior_structures)
-        for index, inputs, y in chain([first], stream):
-            sums.add(inputs, y, index)
+        sums.add(chain([first], stream))
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
@@ -351,16 +351,16 @@ class Laplace(Predictable, Readable):
             self._plan = engine.plan
 
     def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[tuple[Forward, Tensor]]:
-        for index, inputs, y in training_batches(loader, self.model, self._keys, progress_bar, "gridsearch"):
-            start = 0
-            for forward in self._runs(inputs):
+        for batch in training_batches(loader, self.model, self._keys, progress_bar, "gridsearch"):
+            start, y = 0, batch.y
+            for forward in self._runs(batch.inputs):
                 f = forward.outputs
                 part = y if len(y) <= len(f) else y[start : start + len(f)]
                 start += len(f)
                 try:
                     yield forward, self.likelihood.check_targets(f, part.to(f.device))
                 except InputError as error:
-                    raise InputError(f"validation batch {index}: {error}") from None
+                    raise InputError(f"validation batch {batch.index}: {error}") from None
 
     def _say_what_is_not_kron(self) -> None:
         """Warn once of tensors whose gradients are no outer products."""

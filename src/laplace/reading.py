@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from laplace.budget import Budget
 from laplace.errors import InputError, UnsupportedError
 from laplace.posterior import Fit, Posterior
 from laplace.structures import Gaussian
@@ -34,6 +35,13 @@ class Readable(ABC):
     @abstractmethod
     def posterior(self) -> Posterior:
         """The posterior at the current prior, noise and temperature; an error before fit."""
+
+    _budget: Budget
+
+    def _require_matrix(self, side: int, what: str, instead: str) -> None:
+        """Refuse a square matrix that cannot fit."""
+        mean = self._fit.mean
+        self._budget.require(2 * mean.element_size() * side**2, mean.device, what, f"There is: {instead}.")
 
     @property
     def _fit(self) -> Fit:
@@ -78,7 +86,7 @@ class Readable(ABC):
         diagonals = [block.diagonal for block in curvature.blocks if isinstance(block, DiagBlock)]
         if len(diagonals) == len(curvature.blocks):
             return torch.cat(diagonals)
-        return KroneckerMatrix(curvature.matrix, lambda: torch.logdet(curvature.matrix()), self._fit.layout)
+        return self._kronecker(curvature.matrix, lambda: torch.logdet(curvature.matrix()))
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -118,6 +126,7 @@ class Readable(ABC):
     @property
     def posterior_covariance(self) -> Tensor:  # (P, P)
         """The covariance, dense."""
+        self._require_matrix(self.n_params, "the covariance matrix of all weights", "posterior_variance, or sample()")
         return self.posterior.gaussian.covariance_matrix()
 
     @property
@@ -165,10 +174,17 @@ class Readable(ABC):
                 f"{what}: shape {tuple(value.shape)} came; the last dimension must be P = {self.n_params}."
             )
 
+    def _kronecker(self, matrix: Callable[[], Tensor], logdet: Callable[[], Tensor]) -> KroneckerMatrix:
+        def to_matrix() -> Tensor:
+            self._require_matrix(self.n_params, "the dense matrix of all weights", "logdet(), or posterior_variance")
+            return matrix()
+
+        return KroneckerMatrix(to_matrix, logdet, self._fit.layout)
+
     def _shown(self, gaussian: Gaussian) -> Tensor | KroneckerMatrix:
         if not isinstance(gaussian, BlockDiagonalGaussian):
             return gaussian.precision_matrix().clone()
         diagonals = [block.precision for block in gaussian.blocks if isinstance(block, DiagGaussian)]
         if len(diagonals) == len(gaussian.blocks):
             return torch.cat(diagonals)
-        return KroneckerMatrix(gaussian.precision_matrix, gaussian.logdet, gaussian.layout)
+        return self._kronecker(gaussian.precision_matrix, gaussian.logdet)

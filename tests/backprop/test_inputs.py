@@ -137,7 +137,9 @@ def test_one_example_is_enough():
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("network", ["mlp", "conv", "residual", "transformer"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float16, 0.05), (torch.bfloat16, 0.3)], ids=str
+)
 def test_networks_in_lower_precision_run_and_come_close(network, task, structure, dtype, tolerance):
     model, x, y, _ = build(network, task)
     model, x = model.to(dtype), x.to(dtype)
@@ -154,3 +156,17 @@ def test_networks_in_lower_precision_run_and_come_close(network, task, structure
     draws = la.functional_samples(x, "nn", 2)
     assert draws.dtype == torch.float32
     assert draws.isfinite().all()
+
+
+def test_half_precision_does_not_lose_the_curvature_of_confident_examples():
+    """Probabilities of 1e-15 are sent back as they are: lifted out of the range that half precision rounds to zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 3))
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([0.0, 36.0, -3.0]))
+        model[0].weight *= 0.01
+    x, y = torch.randn(7, 4).half(), torch.ones(7, dtype=torch.long)
+    half = Laplace(model.half(), "classification", "all", "diag").fit([(x, y)])
+    double = Laplace(copy.deepcopy(model).double(), "classification", "all", "diag").fit([(x.double(), y)])
+    assert 0 < float(double.H.max()) < 1e-12
+    assert_close(half.H.double(), double.H, 0.05)

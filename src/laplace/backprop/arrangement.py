@@ -22,16 +22,23 @@ class Arrangement:
 
     def split(self, tensor: Tensor, n: int, lead: int = 0) -> Tensor | None:
         """The tensor with its examples at dimension `lead`, (N, ...); None where it holds none (a constant)."""
-        shape = tensor.shape[lead:]
-        if self.kind == "first":
-            return tensor if shape[:1] == (n,) else None
-        if self.kind == "second":
-            return tensor.transpose(lead, lead + 1) if len(shape) > 1 and shape[1] == n else None
-        if not shape or shape[0] % n:
+        if not self.holds(tensor.shape[lead:], n):
             return None
+        if self.kind == "first":
+            return tensor
+        if self.kind == "second":
+            return tensor.transpose(lead, lead + 1)
         if self.kind == "rows":
             return tensor.unflatten(lead, (n, -1))
         return tensor.unflatten(lead, (-1, n)).transpose(lead, lead + 1)
+
+    def holds(self, shape: torch.Size, n: int) -> bool:
+        """Whether a tensor of that shape can hold n examples."""
+        if self.kind == "first":
+            return len(shape) > 0 and shape[0] == n
+        if self.kind == "second":
+            return len(shape) > 1 and shape[1] == n
+        return len(shape) > 0 and shape[0] % n == 0
 
     def alone(self, example: Tensor) -> Tensor:
         """One example of `split` as the module takes a batch of one."""

@@ -78,6 +78,11 @@ class MomentsOf(Protocol):
         ...
 
     @property
+    def factors(self) -> tuple[int, int, int]:
+        """(Gr, O, I): groups, rows and columns of the outer products, where the gradients are such."""
+        ...
+
+    @property
     def form(self) -> str:
         """'kron' where the gradients are outer products, 'dense' where they are not."""
         ...

@@ -24,6 +24,8 @@ from laplace.weights.last_layer import LastLayer, close, is_output
 
 _CHUNK = 2**24  # elements of an intermediate tensor
 
+_ROWS = 2**24  # numbers of the rows u (x) phi that are written out at a time
+
 
 class Head:
     """Runs a network up to and through its last layer, on a replica of its own."""
@@ -32,6 +34,10 @@ class Head:
 
     def __init__(self, model: nn.Module, weights: LastLayer) -> None:
         self.replica, self.weights = replicate(model), weights
+
+    def room(self) -> int:
+        """None: what batches leave is small, and is collected before products are taken."""
+        return 0
 
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
         """The inputs as they are: no gradients are kept."""
@@ -146,7 +152,24 @@ class HeadMoments:
         return [HeadMomentsOf(a.expand(self.n, -1), self.curvature, self.n, shared) for a in self.features]
 
     def gram(self) -> Tensor:
-        """sum over n of Lambda_n (x) (phi phi^T), (P, P): one product of rows u (x) phi, one of d-weighted features."""
+        """sum over n of Lambda_n (x) (phi phi^T), (P, P), some examples at a time."""
+        vectors = 1 if self.curvature.vectors is None else len(self.curvature.vectors)
+        width = vectors * self.curvature.n_outputs * sum(a.shape[1] for a in self.features)
+        step = max(1, _ROWS // width)
+        parts = (self._part(slice(start, min(start + step, self.n))) for start in range(0, self.n, step))
+        total = next(parts)._gram()
+        for part in parts:
+            total += part._gram()
+        return total
+
+    def _part(self, part: slice) -> HeadMoments:
+        if (part.start, part.stop) == (0, self.n):
+            return self
+        features = [a if a.shape[0] != self.n else a[part] for a in self.features]
+        return HeadMoments(features, self.curvature.part(part), part.stop - part.start)
+
+    def _gram(self) -> Tensor:
+        """One product of rows u (x) phi, and one of d-weighted features."""
         total = None
         if self.curvature.vectors is not None:  # in float64: the difference of two such matrices is nearly singular
             u = self.curvature.vectors.flatten(0, 1).double()
@@ -194,7 +217,11 @@ class HeadMomentsOf:
 
     @property
     def weights(self) -> int:
-        return self.features.shape[1] * self.curvature.squares().shape[1]
+        return self.features.shape[1] * self.curvature.n_outputs
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        return 1, self.weights // self.features.shape[1], self.features.shape[1]
 
     def inputs(self) -> tuple[Tensor, int]:
         return gram(self.features).unsqueeze(0), self.n

@@ -5,6 +5,7 @@ Gradients are taken with respect to layer outputs, never to weights: those would
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,8 @@ from laplace.errors import ModelError, quiet
 from laplace.replica import replicate
 from laplace.weights.all_weights import AllWeights
 
+_NARROW = 2**17  # numbers in the outputs of all layers, up to which batches are run together
+
 
 class Network:
     """Runs a replica of a network; makes its plan on the first batch."""
@@ -46,11 +49,16 @@ class Network:
         self.replica, self.weights = replicate(model, set(weights.layout.names)), weights
         self.budget, self.plan, self.reduce = budget, plan, reduce
         self.twice_differentiable = twice_differentiable
+        self._recorder: tuple[Plan | None, Recorder | None] = (None, None)
         if any(isinstance(module, ScriptModule) for module in self.replica.modules()):
             raise ModelError(
                 "a scripted or traced module cannot be looked into. Use the network that it was made from, or "
                 "subset_of_weights='last_layer'."
             )
+
+    def room(self) -> int:
+        """As many as a narrow network computes in the time that it takes to call it."""
+        return 0 if self.plan is None else min(_NARROW, self.budget.chunk // 64) // max(1, self.plan.width)
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> NetworkForward:
         """Run a batch with its graph; gradients with respect to the inputs only `with_grad`."""
@@ -63,14 +71,23 @@ class Network:
         return NetworkForward(self, plan, inputs, f, calls, with_grad)
 
     def _recorded(self, inputs: Inputs, plan: Plan, attached: bool) -> tuple[Tensor, list[Recorded]]:
-        recorder = Recorder(self.replica, plan.hooked, plan.repeated, attached)
+        recorder = self._recorder_for(plan)
         try:
             with torch.inference_mode(False), torch.enable_grad(), self._kernels():
-                recorder.start(inputs.size)
+                recorder.start(inputs.size, attached)
                 return inputs.call(self.replica), recorder.calls
         finally:
-            recorder.active = False
-            recorder.remove()
+            recorder.stop()
+
+    def _recorder_for(self, plan: Plan) -> Recorder:
+        """Its hooks stay on the replica, which nobody else has, until there is another plan."""
+        made_for, recorder = self._recorder
+        if recorder is None or made_for is not plan:
+            if recorder is not None:
+                recorder.remove()
+            recorder = Recorder(self.replica, plan.hooked, plan.repeated)
+            self._recorder = plan, recorder
+        return recorder
 
     def _kernels(self) -> AbstractContextManager[Any]:
         """Fused attention has no second derivative; the plain one has."""
@@ -106,10 +123,8 @@ class NetworkForward:
 
     def moments(self, curvature: OutputCurvature) -> Iterator[NetworkMoments]:
         """Second moments for the vectors of a root of `curvature`, as many at a time as the budget allows."""
-        v = curvature.root()
-        together = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 3)
-        for i, part in enumerate(v.split(min(together, len(v)))):
-            yield NetworkMoments(self._uses(part, first=i == 0), self.network)
+        for i, (part, batched) in enumerate(self._parts(curvature.root())):
+            yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
 
     def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> HessianMoments:
         """Second derivatives of a loss of the outputs in all parameters."""
@@ -126,7 +141,7 @@ class NetworkForward:
         n, c = self.f.shape
         eye = torch.eye(c, dtype=self.dtype, device=self.f.device)
         v = (eye if outputs is None else eye[outputs]).unsqueeze(1).expand(-1, n, -1)
-        return NetworkJacobian(self._uses(v, first=True), self.network)
+        return NetworkJacobian(self._uses(v, self._batched(len(v)), first=True), self.network)
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """J step: gradients of the outputs times the step, tensor by tensor."""
@@ -152,15 +167,26 @@ class NetworkForward:
             except RuntimeError:  # an operation without a batching rule
                 return torch.stack([run({k: t[s] for k, t in moved.items()}) for s in range(len(steps))]).to(self.dtype)
 
-    def _uses(self, v: Tensor, first: bool) -> list[Use]:  # v: (K, N, C)
-        start, batched = time.process_time(), self._batched(len(v))
-        sent = self._send(v.to(self.f.dtype), batched)
-        if len(v) > 1 and self.plan.seconds.get(batched) != float("inf"):
+    def _parts(self, v: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Vectors to be sent back at once or one by one, whichever is cheaper: both are tried on the first few."""
+        fit = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 3)
+        if not self.plan.seconds and len(v) > 3 and fit > 1:
+            yield v[:1], False
+            yield v[1:3], True
+            v = v[3:]
+        batched = self._batched(len(v))
+        yield from ((part, batched and len(part) > 1) for part in v.split(min(fit, len(v)) if batched else 1))
+
+    def _uses(self, v: Tensor, batched: bool, first: bool) -> list[Use]:  # v: (K, N, C)
+        start = time.process_time()
+        scale = _scale(v) if self.f.dtype is torch.float16 else 1.0
+        sent = self._send((v * scale if scale != 1 else v).to(self.f.dtype), batched)
+        if self.plan.seconds.get(batched) != float("inf"):
             self.plan.seconds[batched] = (time.process_time() - start) / v.numel()
         calls, index = [], 0
         for call in self.calls:
             gs = sent[index : index + len(call.edges)]
-            calls.append((call, [g.to(self.dtype) for g in gs]))
+            calls.append((call, [g.to(self.dtype) / scale if scale != 1 else g.to(self.dtype) for g in gs]))
             index += len(call.edges)
         k, n = v.shape[:2]
         layout, network = self.network.weights.layout, self.network.replica
@@ -181,7 +207,7 @@ class NetworkForward:
         if not edges:
             return []
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "create_graph": self.attached}
-        if batched and len(v) > 1:
+        if batched:
             try:
                 with quiet():
                     out = torch.autograd.grad(self.f, edges, v, is_grads_batched=True, **options)
@@ -192,14 +218,15 @@ class NetworkForward:
             except RuntimeError:  # an operation without a batching rule: remembered
                 self.plan.seconds[True] = float("inf")
         rows = [torch.autograd.grad(self.f, edges, vector, **options) for vector in v]
-        return [torch.stack([zeros_for(row[i], *kind, v) for row in rows]) for i, kind in enumerate(kinds)]
+        sent = [[zeros_for(row[i], *kind, v) for row in rows] for i, kind in enumerate(kinds)]
+        return [torch.stack(gs) if len(gs) > 1 else gs[0].unsqueeze(0) for gs in sent]
 
     def _batched(self, k: int) -> bool:
         """Whether vectors go back all at once: what was cheaper so far, if they fit; each way is tried once."""
-        if 4 * k * self.plan.width * self.f.shape[0] * 3 > self.network.budget.bytes:
+        if 4 * k * self.plan.width * self.f.shape[0] * 3 > self.network.budget.chunk:
             return False
         seconds = self.plan.seconds
-        return True not in seconds or (False in seconds and seconds[True] <= seconds[False])
+        return k > 1 and (True not in seconds or (False in seconds and seconds[True] <= seconds[False]))
 
 
 class NetworkMoments:
@@ -247,6 +274,11 @@ class NetworkJacobian:
 
     def _rows(self) -> Iterator[Tensor]:
         return _rows(self.parameters, self.network.budget)
+
+
+def _scale(v: Tensor) -> float:
+    """A power of two that lifts vectors out of the range in which half precision rounds them to zero."""
+    return 2.0 ** (4 - math.ceil(math.log2(max(float(v.abs().max()), 1e-30))))
 
 
 def _rows(uses: list[Use], budget: Budget) -> Iterator[Tensor]:

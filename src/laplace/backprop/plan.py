@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from laplace.backprop.arrangement import Arrangement, detect
 from laplace.backprop.layers import RULES, Call, Generic, Rule
@@ -19,7 +20,7 @@ from laplace.backprop.layers.generic import WholeNetwork
 from laplace.backprop.record import Recorded, Recorder
 from laplace.backprop.uses import Use, combined
 from laplace.batches import Inputs
-from laplace.errors import LaplaceError, ModelError
+from laplace.errors import LaplaceError, ModelError, quiet
 from laplace.weights.layout import Layout
 
 EXAMPLES = 5  # on which the audit is made
@@ -70,11 +71,7 @@ class Plan:
 
     def fits(self, calls: list[Recorded], n: int) -> bool:
         """Whether the examples are where they were when the plan was made; another length may show otherwise."""
-        return all(
-            self.owners[call.name].arrangement.split(torch.empty(shape, device="meta"), n) is not None
-            for call in calls
-            for shape in call.shapes
-        )
+        return all(self.owners[call.name].arrangement.holds(shape, n) for call in calls for shape in call.shapes)
 
     @property
     def hooked(self) -> list[str]:
@@ -146,7 +143,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs, above
            sites: dict[str, list[str]], called: set[str]) -> bool:  # fmt: skip
     """Compare every parameter's gradient with autograd's; whether something had to be changed for another try."""
     parameters = dict(replica.named_parameters())
-    recorder = Recorder(replica, plan.hooked, plan.repeated, attached=False)
+    recorder = Recorder(replica, plan.hooked, plan.repeated)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             recorder.start(inputs.size)
@@ -163,7 +160,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs, above
         except RuntimeError as error:
             raise ModelError(f"autograd cannot differentiate the network: {error}") from error
         edges = [edge for call in recorder.calls for edge in call.edges]
-        touched = [torch.autograd.grad(f, edges, one, retain_graph=True, allow_unused=True) for one in alone if edges]
+        touched = _sent(f, edges, alone, plan)
         sent = torch.autograd.grad(f, edges, v, allow_unused=True) if edges else ()
     finally:
         recorder.remove()
@@ -202,6 +199,21 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs, above
         if float((got - want.flatten()).abs().max()) > allowed:
             failed.append(name)
     return _hand_up(failed, above, sites, called)
+
+
+def _sent(
+    f: Tensor, edges: list[GradientEdge], vectors: Tensor, plan: Plan
+) -> list[tuple[Tensor | None, ...]]:  # one for each vector
+    """Gradients at the edges, all vectors at once; where an operation cannot do that, the plan remembers it."""
+    if not edges:
+        return []
+    try:
+        with quiet():
+            out = torch.autograd.grad(f, edges, vectors, is_grads_batched=True, retain_graph=True, allow_unused=True)
+        return list(zip(*([None] * len(vectors) if g is None else g for g in out), strict=True))
+    except RuntimeError:
+        plan.seconds[True] = float("inf")
+        return [torch.autograd.grad(f, edges, one, retain_graph=True, allow_unused=True) for one in vectors]
 
 
 def _arrange(

@@ -39,9 +39,9 @@ class Recorded:
 class Recorder:
     """Hooks on some modules of a replica; records while `active`."""
 
-    def __init__(self, replica: nn.Module, names: Iterable[str], repeated: Collection[str], attached: bool) -> None:
+    def __init__(self, replica: nn.Module, names: Iterable[str], repeated: Collection[str]) -> None:
         self.calls: list[Recorded] = []
-        self.repeated, self.active, self.n, self.attached = repeated, False, 0, attached
+        self.repeated, self.active, self.n, self.attached = repeated, False, 0, False
         self.handles = [
             replica.get_submodule(name).register_forward_hook(self._hook(name), with_kwargs=True) for name in names
         ]
@@ -51,9 +51,13 @@ class Recorder:
         for handle in self.handles:
             handle.remove()
 
-    def start(self, n: int | None) -> None:
-        """Forget what was recorded; `n` is the number of examples to come."""
-        self.calls, self.active, self.n = [], True, n or 0
+    def start(self, n: int | None, attached: bool = False) -> None:
+        """Forget what was recorded; `n` examples are to come, whose activations stay in the graph if `attached`."""
+        self.calls, self.active, self.n, self.attached = [], True, n or 0, attached
+
+    def stop(self) -> None:
+        """Record no more, and hold nothing."""
+        self.calls, self.active = [], False
 
     def _hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

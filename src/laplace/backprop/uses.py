@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -60,6 +60,10 @@ class Use(ABC):
             total = term if total is None else total + term
         assert total is not None
         return total
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def inputs(self) -> tuple[Tensor, int]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
@@ -187,12 +191,18 @@ class Outer(Use):
     first: bool = True
     twin: Outer | None = None  # for a bias: the weight that it goes with
     summed: bool = False  # a bias: further uses are added, not further positions
+    _last: tuple[Basis | None, Tensor] | None = field(default=None, init=False, repr=False)
     form = "kron"
 
     @property
     def shape(self) -> tuple[int, int, int]:
         k, n, groups, o, _ = self.g.shape
         return k, n, groups * o * self.a.shape[2]
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        """Gr, O and I."""
+        return self.g.shape[2], self.g.shape[3], self.a.shape[2]
 
     @property
     def positions(self) -> int:
@@ -211,8 +221,7 @@ class Outer(Use):
         return self._all().reshape(n, i) if groups == 1 and t == 1 and i > 1 else None
 
     def outputs(self) -> Tensor:
-        same = self.twin is not None and self.twin.positions == 1 and self.twin.g.shape == self.g.shape
-        return self.twin._output_gram if self.twin is not None and same else self._output_gram
+        return self._same_g._output_gram
 
     @cached_property
     def _output_gram(self) -> Tensor:
@@ -241,14 +250,12 @@ class Outer(Use):
     def variance(self, spread: Spread) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
             return super().variance(spread)
-        g = _rotate_right(self.g.squeeze(4).unsqueeze(3), spread.left).squeeze(3)  # (K, N, Gr, O)
-        return torch.einsum("knv,nv->nk", g.square().flatten(2), self._weights(spread))
+        return torch.einsum("knv,nv->nk", self._turned(spread.left).square(), self._weights(spread))
 
     def covariance(self, spread: Spread) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
             return super().covariance(spread)
-        g = _rotate_right(self.g.squeeze(4).unsqueeze(3), spread.left).squeeze(3)
-        g = g.flatten(2).transpose(0, 1)  # (N, K, Gr * O)
+        g = self._turned(spread.left).transpose(0, 1)  # (N, K, Gr * O)
         return (g * self._weights(spread).unsqueeze(1)) @ g.mT
 
     def along(self, steps: Tensor) -> Tensor:
@@ -260,6 +267,20 @@ class Outer(Use):
 
     def _all(self) -> Tensor:  # (N, Gr, I, T)
         return self.a.read(slice(None)).to(self.g.dtype)
+
+    @property
+    def _same_g(self) -> Outer:
+        """Whose g is the same: a bias shares that of its weight, where there is one position."""
+        twin = self.twin
+        return twin if twin is not None and twin.positions == 1 and twin.g.shape == self.g.shape else self
+
+    def _turned(self, basis: Basis | None) -> Tensor:  # (K, N, Gr * O)
+        """g in a basis, where there is one position; the last one is kept for the bias that asks next."""
+        same = self._same_g
+        if same._last is None or same._last[0] is not basis:
+            g = _rotate_right(same.g.squeeze(4).unsqueeze(3), basis).squeeze(3).flatten(2)
+            same._last = basis, g
+        return same._last[1]
 
     def _own_bases(self, spread: Spread) -> bool:
         return spread.variances.shape == (*self.g.shape[2:4], self.a.shape[2])

@@ -33,11 +33,23 @@ class OutputCurvature:
             return cls(joint[0], joint, parts[0].sign)  # softmax: d and u are the same probabilities
         return cls(torch.cat(diagonals) if diagonals else None, joint, parts[0].sign)
 
+    def part(self, part: slice) -> OutputCurvature:
+        """That of some examples."""
+        diagonal = None if self.diagonal is None else self.diagonal[part]
+        return OutputCurvature(diagonal, None if self.vectors is None else self.vectors[:, part], self.sign)
+
     @property
     def held(self) -> int:
         """How many numbers are held per example."""
         c = 0 if self.diagonal is None else self.diagonal.shape[1]
         return c + (0 if self.vectors is None else self.vectors.shape[0] * self.vectors.shape[2])
+
+    @property
+    def n_outputs(self) -> int:
+        """C."""
+        some = self.vectors if self.diagonal is None else self.diagonal
+        assert some is not None
+        return some.shape[-1]
 
     def squares(self) -> Tensor:  # (N, C)
         """The diagonal of Lambda_n."""
@@ -76,9 +88,10 @@ class OutputCurvature:
         q = torch.nn.functional.normalize(self.vectors[0] / scale.clamp(min=torch.finfo(scale.dtype).tiny), dim=-1)
         w = q.clone()
         w[:, 0] += 1
-        eye = torch.eye(q.shape[1], dtype=q.dtype, device=q.device)[1:].unsqueeze(1)  # (C - 1, 1, C)
-        factor = 2 * w[:, 1:].T / w.square().sum(-1)  # (C - 1, N)
-        return scale * (eye - factor.unsqueeze(-1) * w)
+        factor = w[:, 1:].T * (-2 / w.square().sum(-1))  # (C - 1, N)
+        v = factor.unsqueeze(-1) * (scale * w)
+        v.diagonal(offset=1, dim1=0, dim2=2).add_(scale[:, 1:])
+        return v
 
     def dense(self) -> Tensor:  # (N, C, C)
         """Lambda_n written out, for small C."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Forward
 from laplace.batches import Inputs, Keys, prediction_batches
+from laplace.budget import Budget
 from laplace.draws import Draws, normals
 from laplace.errors import InputError, OptionError, UnsupportedError, choice
 from laplace.likelihoods import Likelihood
@@ -30,6 +31,7 @@ class Predictable(ABC):
     likelihood: Likelihood
     enable_backprop: bool
     _keys: Keys
+    _budget: Budget
 
     @property
     @abstractmethod
@@ -85,6 +87,13 @@ class Predictable(ABC):
                 )
             if joint:
                 (forward,) = self._runs(inputs, whole=True)
+                side = forward.outputs.numel() if chosen is None else len(forward.outputs) * len(chosen)
+                self._budget.require(
+                    2 * forward.outputs.element_size() * side**2,
+                    forward.outputs.device,
+                    f"the joint covariance of {side:,} outputs",
+                    "Take fewer inputs, or outputs=[...], or leave out joint=True.",
+                )
                 covariance = self.posterior.gaussian.joint(forward.jacobian(chosen))
                 mean = forward.outputs if chosen is None else forward.outputs[:, chosen]
                 return mean.flatten(), covariance.flatten(2).flatten(0, 1)
@@ -183,6 +192,12 @@ class Predictable(ABC):
         """Draws of the uncertain weights."""
         whole_number(n_samples, "n_samples")
         mean = self.posterior.fit.mean
+        self._budget.require(
+            2 * n_samples * mean.nbytes,
+            mean.device,
+            f"{n_samples:,} draws of {len(mean):,} weights",
+            "Ask for fewer at a time.",
+        )
         eps = normals(n_samples, len(mean), mean, generator_or_none(generator))
         return mean + self.posterior.gaussian.color(eps)
 

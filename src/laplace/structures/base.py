@@ -18,7 +18,7 @@ from laplace.backprop.gradients import Jacobian, Moments
 from laplace.weights.layout import Layout
 
 Sums = dict[str, Tensor]
-Contribution = dict[str, Tensor | Rows]
+Contribution = dict[str, Tensor | Rows | float]
 Traces = tuple[Tensor, Tensor]
 
 
@@ -109,6 +109,10 @@ class Structure(ABC):
     @abstractmethod
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         """What one batch adds."""
+
+    @abstractmethod
+    def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
+        """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition."""
 
     @abstractmethod
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Curvature:

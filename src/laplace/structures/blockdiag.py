@@ -26,6 +26,13 @@ class BlockDiagonal(Structure):
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         """The factorised block of one tensor from its sums."""
 
+    @abstractmethod
+    def block_numbers(self, moments: MomentsOf) -> int:
+        """How many numbers are kept for one tensor."""
+
+    def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
+        return 3 * itemsize * sum(self.block_numbers(m) for m in moments.parameters)
+
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         named = zip(layout.names, moments.parameters, strict=True)
         return {f"{name}/{key}": value for name, m in named for key, value in self.block_sums(m).items()}

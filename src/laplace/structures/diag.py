@@ -19,6 +19,9 @@ class Diag(BlockDiagonal):
     def block_sums(self, moments: MomentsOf) -> Contribution:
         return {"diag": moments.squares()}
 
+    def block_numbers(self, moments: MomentsOf) -> int:
+        return moments.weights
+
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:
         return DiagBlock((sums["diag"].clamp(min=0) if self.semidefinite else sums["diag"]).to(eigh.dtype), shape)
 

@@ -26,6 +26,9 @@ class Full(Structure):
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         return {"H": moments.gram().double()}
 
+    def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
+        return 3 * 8 * layout.n_params**2  # in float64
+
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> FullCurvature:
         return FullCurvature(sums["H"], layout, dtype, self.semidefinite)
 

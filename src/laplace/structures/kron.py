@@ -49,8 +49,14 @@ class Kron(BlockDiagonal):
             else:
                 count = len(rows)
                 sums |= {"A": Rows(rows)}
-            sums |= {"count": b.new_tensor(count, dtype=torch.float64)}
+            sums |= {"count": float(count)}
         return sums
+
+    def block_numbers(self, moments: MomentsOf) -> int:
+        if moments.form == "dense":
+            return moments.weights**2 if moments.weights <= DENSE_LIMIT else moments.weights
+        groups, o, i = moments.factors
+        return groups * (o * o + i * i)
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         if "diag" in sums:
