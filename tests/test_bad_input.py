@@ -180,7 +180,7 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         ({"curvature_samples": 5}, "'ggn' draws nothing"),
         ({"temperature": torch.ones(2)}, "temperature has 2 values"),
         ({"memory_budget": -1}, "memory_budget=-1"),
-        ({"subset_of_weights": "all", "curvature": "hessian"}, "the exact Hessian has no Kronecker form"),
+        ({"subset_of_weights": "all", "curvature": "hessian"}, "the exact Hessian has no form as .kron."),
         ({"subnetwork_indices": [1]}, "subnetwork_indices= belongs to subset_of_weights='subnetwork'"),
         ({"prior_prec": 1.0}, "Laplace has no option 'prior_prec'"),
         ({"weight_sharing": "both"}, r"weight_sharing='both'.*'expand', 'reduce'"),

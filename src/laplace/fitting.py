@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from laplace.errors import InputError, LaplaceError
 from laplace.gathering import gathered, joined
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior import Fit
-from laplace.structures import STRUCTURES, Structure, Sums
+from laplace.structures import STRUCTURES, Pass, Structure, Sums
 from laplace.weights.layout import Layout
 
 _HELD = 2**23  # numbers held back before their moments are taken
@@ -59,9 +59,41 @@ class Accumulator:
         self._pending: list[Moments] = []
         self._held = 0
         self._like = torch.empty(0)  # of the outputs' dtype and device
+        self.pass_: Pass = structure
+        self._before: Sums = {}
+        self._n_before = 0
+        self._state = None if generator is None else generator.get_state()
         self._together = True  # until a network does not run on joined batches
 
-    def add(self, batches: Iterable[Batch]) -> None:
+    def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]]) -> None:
+        """Run over all batches, and over those of `again` as often as the structure asks for."""
+        self._add(batches)
+        dtype = self._like.dtype
+        while (further := self.structure.further(self.totals, self.layout, dtype)) is not None:
+            self._rewind(further)
+            self._add(again())
+            if self.n_data != self._n_before:
+                raise InputError(
+                    f"the training loader gave {self._n_before} examples at first and {self.n_data} when read again; "
+                    f"hessian_structure={self.structure.name!r} needs the same ones. Leave out samplers that vary."
+                )
+
+    def _rewind(self, further: Pass) -> None:
+        """Count the same data once more, with the same draws, for another run's sums."""
+        self.pass_, self._before, self._n_before = further, self.totals, self.n_data
+        self.sums, self.data, self.n_data = {}, {}, 0
+        if self.generator is not None and self._state is not None:
+            self.generator.set_state(self._state)
+
+    @property
+    def totals(self) -> Sums:
+        """The structure's sums over all runs so far."""
+        with torch.no_grad():
+            self._take()
+            found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
+            return self.pass_.finish(self._before, found)
+
+    def _add(self, batches: Iterable[Batch]) -> None:
         """Run all batches, small ones together, and add what they leave."""
         for group in gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0):
             if not (len(group) > 1 and self._added_as_one(group)):
@@ -107,11 +139,8 @@ class Accumulator:
 
     def fit(self, mean: Tensor) -> Fit:
         """What has been added, at the weights `mean`."""
-        with torch.no_grad():
-            self._take()
-            sums = {key: _tensor(value, mean) for key, value in self.sums.items()}
         counts = (self.n_data, self.n_outputs)
-        parts = (self.structure, self.likelihood, self.kind, self.layout, mean, sums, self.data)
+        parts = (self.structure, self.likelihood, self.kind, self.layout, mean, self.totals, self.data)
         return Fit(*parts, *counts, linear=self.engine.linear)
 
     def _moments(self, forward: Forward, y: Tensor) -> Iterator[Moments]:
@@ -127,9 +156,9 @@ class Accumulator:
         """Take the moments of the batches that were held back: one large product instead of many small ones."""
         if self._pending:
             first, *others = self._pending
-            if not self.sums:
+            if not self.sums and not self._before:
                 self._require_memory(first, self._like)
-            _add(self.sums, self.structure.sums(first.merged(others) if others else first, self.layout))
+            _add(self.sums, self.pass_.sums(first.merged(others) if others else first, self.layout))
             self._pending, self._held = [], 0
 
     def _require_memory(self, moments: Moments, like: Tensor) -> None:

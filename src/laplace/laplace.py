@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
-from laplace.batches import Inputs, Keys, device_of, training_batches
+from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
 from laplace.coverage import Coverage, coverage_of
 from laplace.errors import (
@@ -93,9 +93,8 @@ class Laplace(Predictable, Readable):
         self.likelihood = likelihood_named(likelihood)
         self.subset_of_weights = subset_named(subset_of_weights)
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
-        self.structure = structure_named(
-            hessian_structure, damping, weight_sharing, self.curvature, self.subset_of_weights
-        )
+        options = {"damping": damping, "weight_sharing": weight_sharing}
+        self.structure = structure_named(hessian_structure, options, self.curvature, self.subset_of_weights)
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
         self._temperature = _checked_temperature(temperature)
         self.enable_backprop = enable_backprop
@@ -165,7 +164,9 @@ class Laplace(Predictable, Readable):
         Batches are pairs `(x, y)` or mappings. `generator` is what curvature 'mc' and 'sketch' draw from. Where a batch
         is refused, the error names it and the posterior stays as it was.
         """
-        stream = iter(training_batches(train_loader, self.model, self._keys, progress_bar, "fit"))
+        if self.structure.passes > 1:
+            self._require_rereading(train_loader, override)
+        stream = self._training(train_loader, progress_bar)
         first = next(stream, None)
         if first is None:
             raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
@@ -173,6 +174,9 @@ class Laplace(Predictable, Readable):
         if not override and self._fitted is not None:
             self._notice_changes()
         before = None if override else self._fitted
+        generator = generator_or_none(generator)
+        if generator is None and self.structure.passes > 1:
+            generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
         engine = self._engine(weights) if before is not None else self._fresh_engine(weights)
         sums = Accumulator(
             engine,
@@ -181,14 +185,14 @@ class Laplace(Predictable, Readable):
             weights.layout,
             self.curvature,
             self.curvature_samples,
-            generator_or_none(generator),
+            generator,
             self._budget,
         )
         sums.n_outputs = 0 if before is None else before.n_outputs
         mean = weights.layout.join(weights.tensors(self.model))
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
         self._prior.check(weights.layout, self.structure.prior_structures)
-        sums.add(chain([first], stream))
+        sums.run(chain([first], stream), lambda: self._training(train_loader, progress_bar))
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
@@ -323,6 +327,23 @@ class Laplace(Predictable, Readable):
         if self.subset_of_weights == "all":
             return find_all_weights(self.model)
         return find_last_layer(self.model, inputs.part(0, 1), *self._last_layer)
+
+    def _training(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[Batch]:
+        return iter(training_batches(loader, self.model, self._keys, progress_bar, "fit"))
+
+    def _require_rereading(self, loader: Iterable[Any], override: bool) -> None:
+        """What a structure that reads the data more than once cannot do."""
+        name = self.structure.name
+        if isinstance(loader, Iterator):
+            raise InputError(
+                f"hessian_structure={name!r} reads the data {self.structure.passes} times or more, and a "
+                f"{type(loader).__name__} can be read once. Give a DataLoader or a list of batches."
+            )
+        if not override and self._fitted is not None:
+            raise UnsupportedError(
+                f"override=False: what {name!r} keeps depends on all data and cannot be added to. Fit it on all data "
+                "at once, or take 'kron', 'diag', 'block' or 'full', whose sums add."
+            )
 
     def _engine(self, weights: LastLayer | AllWeights) -> Head | Network:
         """What runs the network; the plan of a network is kept from one call to the next."""

@@ -10,8 +10,9 @@ import torch
 
 from laplace.curvature import CURVATURES
 from laplace.errors import OptionError, UnsupportedError, choice, shown
-from laplace.structures import STRUCTURES, Kron, Structure
+from laplace.structures import STRUCTURES, Structure
 
+_DEFAULTS: Final[dict[str, Any]] = {"damping": False, "weight_sharing": "expand"}  # structures' options: not given
 _TO_COME: Final = {
     "subnetwork_indices": "subset_of_weights='subnetwork'",
     "n_subset": "hessian_structure='gp'",
@@ -22,19 +23,23 @@ _TO_COME: Final = {
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 
-def structure_named(name: str, damping: bool | str, weight_sharing: str, curvature: str, subset: str) -> Structure:
-    """The structure of that name with its own options."""
+def structure_named(name: str, options: Mapping[str, Any], curvature: str, subset: str) -> Structure:
+    """The structure of that name with its own options; those of other structures must be left alone."""
     name = choice(name, STRUCTURES, "hessian_structure", to_come=("lowrank", "gp"))
-    weight_sharing = choice(weight_sharing, ["expand", "reduce"], "weight_sharing")
-    exact = curvature == "hessian" and subset != "last_layer"  # there it is the GGN
-    if name == "kron":
-        if exact:
-            raise UnsupportedError("the exact Hessian has no Kronecker form. Take hessian_structure='full' or 'diag'.")
-        return Kron(damping, weight_sharing)
-    if damping:
-        raise OptionError(f"damping={damping!r} belongs to hessian_structure='kron'; {name} has the exact prior only.")
-    structure = STRUCTURES[name]()
-    structure.semidefinite = not exact
+    choice(options["weight_sharing"], ["expand", "reduce"], "weight_sharing")
+    made = STRUCTURES[name]
+    for key, value in options.items():
+        if key not in made.options and value != _DEFAULTS.get(key):
+            owners = " or ".join(repr(other) for other, s in STRUCTURES.items() if key in s.options)
+            raise OptionError(
+                f"{key}={shown(value)} belongs to hessian_structure={owners}; {name!r} has no such option."
+            )
+    structure = made(**{key: options[key] for key in made.options})
+    if curvature == "hessian" and subset != "last_layer":  # there it is the GGN
+        if not made.exact_hessian:
+            able = " or ".join(repr(other) for other, s in STRUCTURES.items() if s.exact_hessian)
+            raise UnsupportedError(f"the exact Hessian has no form as {name!r}. Take hessian_structure={able}.")
+        structure.semidefinite = False
     return structure
 
 

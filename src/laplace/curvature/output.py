@@ -77,7 +77,8 @@ class OutputCurvature:
         """Vectors v_k with sum_k v_k v_k^T = Lambda: those sent back. C - 1 for softmax, whose Lambda is singular.
 
         diag(p) - p p^T = diag(q) (I - q q^T) diag(q) with q = sqrt(p) of length 1; I - q q^T = R R^T for the last
-        C - 1 columns R of the Householder reflection that takes q to a unit vector.
+        C - 1 columns R of the Householder reflection that takes q to a unit vector: that of the likeliest class, which
+        changes places with the first, so that nothing cancels where p is nearly 1.
         """
         if self.diagonal is None:
             assert self.vectors is not None
@@ -86,12 +87,13 @@ class OutputCurvature:
         if self.vectors is None:
             return scale.diag_embed().permute(1, 0, 2)
         q = torch.nn.functional.normalize(self.vectors[0] / scale.clamp(min=torch.finfo(scale.dtype).tiny), dim=-1)
-        w = q.clone()
+        top = q.argmax(-1, keepdim=True)  # (N, 1)
+        w, scale = _exchanged(q, top), _exchanged(scale, top)
         w[:, 0] += 1
         factor = w[:, 1:].T * (-2 / w.square().sum(-1))  # (C - 1, N)
         v = factor.unsqueeze(-1) * (scale * w)
         v.diagonal(offset=1, dim1=0, dim2=2).add_(scale[:, 1:])
-        return v
+        return _exchanged(v, top.expand(len(v), -1, -1))
 
     def dense(self) -> Tensor:  # (N, C, C)
         """Lambda_n written out, for small C."""
@@ -101,3 +103,9 @@ class OutputCurvature:
             total = outer if total is None else total + outer
         assert total is not None
         return total
+
+
+def _exchanged(x: Tensor, places: Tensor) -> Tensor:  # (..., C), (..., 1)
+    """A copy with the first entry and the one at `places` exchanged."""
+    first, other = x[..., :1], x.gather(-1, places)
+    return x.scatter(-1, places, first).index_copy_(-1, places.new_zeros(1), other)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from laplace.structures.base import Curvature, Gaussian, Structure, Sums
+from laplace.structures.base import Curvature, Gaussian, Pass, Structure, Sums
 from laplace.structures.diag import Diag
 from laplace.structures.full import Full
 from laplace.structures.kron import Kron
 
 STRUCTURES: Final[dict[str, type[Structure]]] = {"full": Full, "kron": Kron, "diag": Diag}
 
-__all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Structure", "Sums"]
+__all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Pass", "Structure", "Sums"]

@@ -99,16 +99,31 @@ class Curvature(ABC):
             yield gaussian.variance(jacobian)
 
 
-class Structure(ABC):
-    """A way of keeping the curvature."""
-
-    name: str
-    semidefinite: bool = True  # whether H has no negative eigenvalues but for rounding
-    prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
+class Pass(ABC):
+    """One run over the data: what each batch adds, and what is made of it at the end."""
 
     @abstractmethod
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         """What one batch adds."""
+
+    def finish(self, before: Sums, found: Sums) -> Sums:
+        """The sums after this run, from those of the runs before it and those found in it."""
+        return before | found
+
+
+class Structure(Pass):
+    """A way of keeping the curvature; itself the first run over the data."""
+
+    name: str
+    options: tuple[str, ...] = ()  # those of its own, by which it is made
+    passes: int = 1  # runs over the data, at least; sums of more than one cannot be added to later
+    semidefinite: bool = True  # whether H has no negative eigenvalues but for rounding
+    exact_hessian: bool = True  # whether there is a form for curvature='hessian'
+    prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
+
+    def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
+        """The next run over the data, given what those before have left; None once all is there."""
+        return None
 
     @abstractmethod
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:

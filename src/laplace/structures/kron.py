@@ -28,6 +28,8 @@ class Kron(BlockDiagonal):
     """A Kronecker-factored block per tensor; dense or diagonal where a tensor's gradients are no outer products."""
 
     name = "kron"
+    options = ("damping", "weight_sharing")
+    exact_hessian = False
     prior_structures = ("scalar", "layerwise")
 
     def __init__(self, damping: bool | str = False, weight_sharing: str = "expand") -> None:
