@@ -51,7 +51,7 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def best_seconds(works: Mapping[str, Work], repeats: int, at_least: float = 1.0) -> dict[str, float]:
+def best_seconds(works: Mapping[str, Work], repeats: int, at_least: float = 10.0) -> dict[str, float]:
     """The fewest CPU seconds that each work took, over turns of all of them.
 
     There are `repeats` turns, or as many as fill `at_least` seconds. Each work runs once before that, untimed.

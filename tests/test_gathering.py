@@ -12,7 +12,7 @@ from exact import assert_close
 from laplace import Laplace
 from laplace.batches import Batch, Inputs
 from laplace.errors import InputError
-from laplace.gathering import gathered, joined
+from laplace.gathering import Group, gathered
 from networks import cut
 from zoo import ZOO, build
 
@@ -95,7 +95,8 @@ def test_a_loader_may_reuse_its_memory():
 
 
 def groups(*batches: Batch, room: int = 10) -> list[list[int]]:
-    return [[batch.index for batch in group] for group in gathered(batches, lambda: room)]
+    found = gathered(batches, lambda: room)
+    return [group.indices if isinstance(group, Group) else [group.index] for group in found]
 
 
 def batch(index: int, n: int, width: int = 3, x=None, y=None) -> Batch:
@@ -124,7 +125,11 @@ def test_mappings_and_tuples_are_joined_tensor_by_tensor():
     def mapped(index: int, n: int) -> Batch:
         return batch(index, n, x={"a": torch.full((n, 2), index), "b": (torch.full((n,), index), torch.zeros(n, 1))})
 
-    whole = joined([mapped(3, 2), mapped(4, 3)])
+    group = Group(mapped(3, 2), 10)
+    group.add(mapped(4, 3))
+    whole = group.joined()
     assert whole.inputs.x["a"][:, 0].tolist() == [3, 3, 4, 4, 4]
     assert whole.inputs.x["b"][0].tolist() == [3, 3, 4, 4, 4]
     assert whole.inputs.size == len(whole.y) == 5
+    assert [(len(one.y), one.index) for one in group.batches()] == [(2, 3), (3, 4)]
+    assert group.batches()[1].inputs.x["b"][0].tolist() == [4, 4, 4]

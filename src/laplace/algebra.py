@@ -11,17 +11,19 @@ from laplace.errors import NumericalError
 
 _HELD = 2**22  # numbers collected before a product, at most
 _MANY = 512  # columns from which half a product is worth several calls
+_LONG = 2**12  # rows from which it is worth them for few columns, too
 _PRECISE = 256  # columns up to which sums and decompositions are in float64
 
 
 def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
-    """rows^T rows; for many columns only the lower triangle is computed, in strips, and mirrored."""
-    d = rows.shape[1]
-    if d < _MANY:
+    """rows^T rows; where that pays, only the lower triangle is computed, in strips, and mirrored."""
+    m, d = rows.shape
+    strips = 4 if d >= _MANY else 3 if d >= 16 and m >= _LONG else 1
+    if strips == 1:
         return rows.T @ rows
     out = rows.new_empty(d, d)
-    for k in range(4):
-        a, b = k * d // 4, (k + 1) * d // 4
+    for k in range(strips):
+        a, b = k * d // strips, (k + 1) * d // strips
         torch.mm(rows[:, a:b].T, rows[:, :b], out=out[a:b, :b])
         out[:a, a:b] = out[a:b, :a].T
     return out

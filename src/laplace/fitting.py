@@ -14,7 +14,7 @@ from laplace.batches import Batch, Inputs
 from laplace.budget import Budget, in_bytes
 from laplace.curvature import CURVATURES
 from laplace.errors import InputError, LaplaceError
-from laplace.gathering import gathered, joined
+from laplace.gathering import gathered
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior import Fit
 from laplace.structures import STRUCTURES, Pass, Structure, Sums
@@ -96,18 +96,17 @@ class Accumulator:
     def _add(self, batches: Iterable[Batch]) -> None:
         """Run all batches, small ones together, and add what they leave."""
         for group in gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0):
-            if not (len(group) > 1 and self._added_as_one(group)):
-                for batch in group:
+            if isinstance(group, Batch):
+                self._count(*self._run(group))
+                continue
+            try:
+                run = self._run(group.joined())
+            except LaplaceError:  # one by one: either it runs, or the error names its batch
+                self._together = False
+                for batch in group.batches():
                     self._count(*self._run(batch))
-
-    def _added_as_one(self, group: list[Batch]) -> bool:
-        try:
-            run = self._run(joined(group))
-        except LaplaceError:  # one by one: either it runs, or the error names its batch
-            self._together = False
-            return False
-        self._count(*run)
-        return True
+            else:
+                self._count(*run)
 
     def _run(self, batch: Batch) -> tuple[Forward, Tensor]:
         """Run a batch; what is refused is refused here, before anything is added."""

@@ -8,36 +8,64 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laplace.batches import Batch
 
 
-def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[list[Batch]]:
-    """Neighbours that can be run as one, as many as have `room()` examples in all; results do not depend on it."""
-    held: list[Batch] = []
-    kind, n = None, 0
+class Group:
+    """Neighbouring batches of one kind in memory of their own, since a loader may reuse its memory."""
+
+    def __init__(self, first: Batch, room: int) -> None:
+        self._first = first
+        self._tensors = [t.new_empty(room, *t.shape[1:]) for t in _tensors(first)]
+        self._ends = [0]
+        self.indices: list[int] = []
+        self.add(first)
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+        return self._ends[-1]
+
+    def add(self, batch: Batch) -> None:
+        """Copy a batch in, behind those that are there."""
+        start, end = self.size, self.size + len(batch.y)
+        for own, other in zip(self._tensors, _tensors(batch), strict=True):
+            own[start:end] = other
+        self._ends.append(end)
+        self.indices.append(batch.index)
+
+    def joined(self) -> Batch:
+        """All of them as one."""
+        return self._part(0, self.size, self.indices[0])
+
+    def batches(self) -> list[Batch]:
+        """Each of them."""
+        ends = zip(self._ends, self._ends[1:], self.indices, strict=False)
+        return [self._part(start, end, index) for start, end, index in ends]
+
+    def _part(self, start: int, end: int, index: int) -> Batch:
+        *inputs, y = [t[start:end] for t in self._tensors]
+        return Batch(index, self._first.inputs.with_tensors(inputs), y)
+
+
+def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batch | Group]:
+    """Batches, and groups of neighbours that have `room()` examples in all; results do not depend on it."""
+    group, kind = None, None
     for batch in batches:
-        size, of = len(batch.y) if batch.y.dim() else 0, _kind(batch)
-        if held and (of != kind or n + size > room()):
-            yield held
-            held, n = [], 0
-        if of is None or 2 * size > room():  # no other will fit beside it
-            yield [batch]
-            continue
-        held.append(Batch(batch.index, batch.inputs.map(torch.clone), batch.y.clone()))  # a loader may reuse its memory
-        kind, n = of, n + size
-    if held:
-        yield held
-
-
-def joined(batches: list[Batch]) -> Batch:
-    """Several batches of one kind as one."""
-    first = batches[0]
-    others = zip(*(batch.inputs.tensors() for batch in batches), strict=True)
-    inputs = first.inputs.with_tensors([torch.cat(tensors) for tensors in others])
-    return Batch(first.index, inputs, torch.cat([batch.y for batch in batches]))
+        space, of = room(), _kind(batch)
+        if group is not None and (of != kind or group.size + len(batch.y) > space):
+            yield group
+            group = None
+        if of is None or 2 * len(batch.y) > space:  # no other will fit beside it
+            yield batch
+        elif group is None:
+            group, kind = Group(batch, space), of
+        else:
+            group.add(batch)
+    if group is not None:
+        yield group
 
 
 def _kind(batch: Batch) -> Any:
@@ -45,9 +73,12 @@ def _kind(batch: Batch) -> Any:
     size = batch.inputs.size
     if size is None or batch.y.shape[:1] != (size,) or not _only_tensors(batch.inputs.x):
         return None
-    tensors = [*batch.inputs.tensors(), batch.y]
     keys = tuple(batch.inputs.x) if isinstance(batch.inputs.x, Mapping) else None
-    return keys, [(t.shape[1:], t.dtype, t.device) for t in tensors]
+    return keys, [(t.shape[1:], t.dtype, t.device) for t in _tensors(batch)]
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [*batch.inputs.tensors(), batch.y]
 
 
 def _only_tensors(x: Any) -> bool:
