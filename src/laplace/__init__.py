@@ -14,6 +14,7 @@ from laplace.enums import Likelihood as Likelihood
 from laplace.laplace import Laplace
 from laplace.likelihoods import Categorical, Gaussian
 from laplace.predictive import Prediction
+from laplace.preview import plan
 
 __version__ = "0.1.0"
 
@@ -31,4 +32,5 @@ __all__ = [
     "PriorStructure",
     "SubsetOfWeights",
     "TuningMethod",
+    "plan",
 ]

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from laplace.errors import NumericalError
 
+EIGH = 6.0  # multiplications of an eigendecomposition, in units of the cube of its side
+SYMMETRIC = 0.6  # share of the multiplications that `gram` takes of a whole product
 _HELD = 2**22  # numbers collected before a product, at most
 _MANY = 512  # columns from which half a product is worth several calls
 _LONG = 2**12  # rows from which it is worth them for few columns, too

@@ -78,6 +78,11 @@ class MomentsOf(Protocol):
         ...
 
     @property
+    def positions(self) -> int:
+        """At how many positions of an example the parameter is used."""
+        ...
+
+    @property
     def factors(self) -> tuple[int, int, int]:
         """(Gr, O, I): groups, rows and columns of the outer products, where the gradients are such."""
         ...

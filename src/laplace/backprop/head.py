@@ -210,7 +210,7 @@ class HeadMomentsOf:
     def outputs(self) -> Tensor:
         return self.shared().unsqueeze(0)
 
-    form, first = "kron", True
+    form, first, positions = "kron", True, 1
 
     def input_rows(self) -> None:
         return None

@@ -26,6 +26,7 @@ class Use(ABC):
     """One parameter's gradients for K vectors and N examples."""
 
     form: str
+    positions: int = 1  # T
     chunk: int = 2**23  # numbers of G contracted at a time
     first: bool = True
 
@@ -205,7 +206,7 @@ class Outer(Use):
         return self.g.shape[2], self.g.shape[3], self.a.shape[2]
 
     @property
-    def positions(self) -> int:
+    def positions(self) -> int:  # type: ignore[override]
         """T."""
         return self.g.shape[4]
 

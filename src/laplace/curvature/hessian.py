@@ -39,7 +39,7 @@ class HessianMoments:
 class HessianOf:
     """The Hessian's diagonal for one parameter."""
 
-    form, first = "dense", True
+    form, first, positions = "dense", True, 1
 
     def __init__(self, diagonal: Tensor) -> None:
         self.diagonal, self.weights = diagonal, len(diagonal)

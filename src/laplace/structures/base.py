@@ -130,5 +130,9 @@ class Structure(Pass):
         """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition."""
 
     @abstractmethod
+    def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
+        """Multiplications of a fit besides running the network: per example, and once for the decomposition."""
+
+    @abstractmethod
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Curvature:
         """H from the sums, in `dtype`: eigendecompositions happen here, once per fit."""

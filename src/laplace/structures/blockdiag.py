@@ -30,6 +30,14 @@ class BlockDiagonal(Structure):
     def block_numbers(self, moments: MomentsOf) -> int:
         """How many numbers are kept for one tensor."""
 
+    @abstractmethod
+    def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
+        """Multiplications for one tensor: per example, and once."""
+
+    def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
+        each, once = zip(*(self.block_work(m, vectors) for m in moments.parameters), strict=True)
+        return sum(each), sum(once)
+
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
         return 3 * itemsize * sum(self.block_numbers(m) for m in moments.parameters)
 

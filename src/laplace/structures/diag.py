@@ -22,6 +22,10 @@ class Diag(BlockDiagonal):
     def block_numbers(self, moments: MomentsOf) -> int:
         return moments.weights
 
+    def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
+        p, t = moments.weights, moments.positions
+        return (p if t == 1 else vectors * (t + 1) * p), 0.0
+
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:
         return DiagBlock((sums["diag"].clamp(min=0) if self.semidefinite else sums["diag"]).to(eigh.dtype), shape)
 

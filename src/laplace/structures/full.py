@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import check_positive
+from laplace.algebra import EIGH, SYMMETRIC, check_positive
 from laplace.backprop.gradients import Jacobian, Moments
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
 from laplace.weights.layout import Layout
@@ -28,6 +28,11 @@ class Full(Structure):
 
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
         return 3 * 8 * layout.n_params**2  # in float64
+
+    def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
+        p = layout.n_params
+        contracted = sum(m.positions * m.weights for m in moments.parameters)
+        return vectors * (SYMMETRIC * p * p + contracted), EIGH * p**3
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> FullCurvature:
         return FullCurvature(sums["H"], layout, dtype, self.semidefinite)

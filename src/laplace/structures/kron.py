@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import Rows
+from laplace.algebra import EIGH, SYMMETRIC, Rows
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.errors import OptionError
 from laplace.structures.base import Contribution, Sums, Traces
@@ -59,6 +59,14 @@ class Kron(BlockDiagonal):
             return moments.weights**2 if moments.weights <= DENSE_LIMIT else moments.weights
         groups, o, i = moments.factors
         return groups * (o * o + i * i)
+
+    def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
+        p = moments.weights
+        if moments.form == "dense":
+            return (vectors * p * p, EIGH * p**3) if p <= DENSE_LIMIT else (vectors * p, 0.0)
+        groups, o, i = moments.factors
+        t = 1 if self.weight_sharing == "reduce" else moments.positions
+        return groups * t * (SYMMETRIC * i * i + vectors * o * o), EIGH * groups * (o**3 + i**3)
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         if "diag" in sums:

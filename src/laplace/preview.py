@@ -1,0 +1,135 @@
+"""`laplace.plan`: what each structure would cost on a network, before anything is fitted.
+
+The network runs on two examples of a batch, so that the rules, the vectors and the sizes are known. From these follow
+the memory, which is exact up to work space, and the cost, which is an estimate in multiplications: true to a factor of
+two or so where products dominate, too low for tiny networks, which spend their time on being called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from laplace.batches import device_of, split
+from laplace.budget import in_bytes
+from laplace.curvature import CURVATURES
+from laplace.errors import LaplaceError
+from laplace.laplace import Laplace
+from laplace.options import whole_number
+from laplace.precision import plain
+from laplace.structures import STRUCTURES
+
+_EXAMPLES = 2
+
+
+@dataclass(frozen=True)
+class Option:
+    """One structure on a network."""
+
+    structure: str
+    bytes: int
+    epochs: float  # of a fit, decompositions included, in epochs of training on the same data
+    fits: bool
+    reason: str = ""  # why there is none
+
+    def cells(self) -> tuple[str, ...]:
+        """As a row of the table."""
+        if self.reason:
+            return self.structure, "-", "-", f"no: {self.reason}"
+        return self.structure, in_bytes(self.bytes), f"{self.epochs:.3g}", "yes" if self.fits else "no: too large"
+
+
+@dataclass(frozen=True)
+class Preview:
+    """All structures on a network; `print` it for the table."""
+
+    title: str
+    options: tuple[Option, ...]
+
+    def __iter__(self) -> Iterator[Option]:
+        return iter(self.options)
+
+    def __getitem__(self, structure: str) -> Option:
+        for option in self.options:
+            if option.structure == structure:
+                return option
+        raise KeyError(structure)
+
+    def __repr__(self) -> str:
+        fitting = [option.structure for option in self.options if option.fits]
+        return f"<{len(self.options)} structures, {len(fitting)} fit: {', '.join(fitting)}>"
+
+    def __str__(self) -> str:
+        rows = [("hessian_structure", "memory", "fit, epochs", "fits"), *(option.cells() for option in self.options)]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
+        return "\n".join([self.title, "", lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    likelihood: Any,
+    subset_of_weights: Any = "all",
+    *,
+    curvature: str = "ggn",
+    n_data: int = 10_000,
+    **options: Any,
+) -> Preview:
+    """Print each structure with its memory, its estimated cost for `n_data` examples, and whether it fits.
+
+    `batch` is one of the training loader; all other options are those of `Laplace`. Returns the table.
+    """
+    number = whole_number(n_data, "n_data")
+    la = Laplace(model, likelihood, subset_of_weights, "diag", curvature=curvature, **options)
+    with plain():
+        preview = _previewed(la, batch, number)
+    print(preview)
+    return preview
+
+
+def _previewed(la: Laplace, batch: Any, n_data: int) -> Preview:
+    inputs, y = split(batch, la._keys, 0)
+    inputs, y = inputs.to(device_of(la.model)).part(0, _EXAMPLES), y[:_EXAMPLES]
+    weights = la._find_weights(inputs, keep=False)
+    engine = la._engine(weights)
+    engine.forward(inputs)  # makes the plan
+    counter = FlopCounterMode(display=False)
+    with counter:
+        forward = engine.forward(inputs)
+    f = forward.outputs
+    la.likelihood.check_outputs(f)
+    y = la.likelihood.check_targets(f, y.to(f.device))
+    kind = "ggn" if la.curvature == "hessian" else la.curvature
+    n, once = len(f), counter.get_total_flops()
+    with torch.no_grad():
+        output = CURVATURES[kind](la.likelihood, f, y, la.curvature_samples, torch.Generator().manual_seed(0))
+        with counter:
+            parts = list(forward.moments(output))
+    moments, layout = parts[0], weights.layout
+    sent = counter.get_total_flops()  # the counter starts anew each time
+    epoch = 3 * once / n  # a forward pass, and twice as much for a backward pass to the weights
+    found = []
+    for name in STRUCTURES:
+        try:
+            structure = Laplace(la.model, la.likelihood, la.subset_of_weights, name, curvature=la.curvature).structure
+        except LaplaceError as error:
+            found.append(Option(name, 0, 0.0, False, str(error).split(". ")[0]))
+            continue
+        needed = structure.memory(moments, layout, f.element_size())
+        each, decomposed = structure.work(moments, layout, len(output.root()))
+        if la.curvature == "hessian":
+            each = 4.0 * layout.n_params * once / n  # a Hessian-vector product each
+        total = structure.passes * (once + sent) / n + 2 * each + 2 * decomposed / n_data
+        found.append(Option(name, needed, total / max(1.0, epoch), la._budget.has(needed, f.device)))
+    vectors = len(output.root())
+    title = (
+        f"{type(la.model).__name__}: {layout.n_params:,} uncertain weights in {len(layout.names)} tensors, "
+        f"{f.shape[1]} outputs; curvature {la.curvature!r}, {vectors} vectors per example; {n_data:,} examples"
+    )
+    return Preview(title, tuple(found))
