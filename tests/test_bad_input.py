@@ -194,7 +194,6 @@ def test_an_unknown_option_lists_the_valid_ones(options, says):
 @pytest.mark.parametrize(
     "options",
     [
-        {"subset_of_weights": "subnetwork"},
         {"hessian_structure": "lowrank"},
         {"hessian_structure": "gp"},
         {"likelihood": "reward_modeling"},

@@ -5,6 +5,7 @@ It holds sums over the data, never the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from laplace.errors import InputError
 from laplace.posterior import Fit
 from laplace.prior import Prior
 from laplace.replica import plain_name, unwrap
-from laplace.weights import AllWeights, LastLayer, Layout
+from laplace.weights import LastLayer, Layout, Selection
 
 if TYPE_CHECKING:
     from laplace.laplace import Laplace
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _OPTIONS = ("likelihood", "structure", "curvature", "subset_of_weights")
 _NEEDED = ("names", "shapes", "mean", "n_data", "n_outputs", "linear", "last_layer", "feature_reduction",
            "prior_precision", "prior_mean", "sigma_noise", "temperature")  # fmt: skip
-_SUMS, _DATA = "sums/", "data/"
+_SUMS, _DATA, _INDEX = "sums/", "data/", "index/"
 
 
 def state_dict(la: Laplace) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def state_dict(la: Laplace) -> dict[str, Any]:
     assert weights is not None
     state: dict[str, Any] = _options(la) | {
         "names": list(fit.layout.names),
-        "shapes": [list(shape) for shape in fit.layout.shapes],
+        "shapes": [list(shape) for shape in fit.layout.tensor_shapes],
         "last_layer": getattr(weights, "module", None),
         "feature_reduction": getattr(weights, "reduction", None),
         "mean": fit.mean.clone(),
@@ -44,6 +45,10 @@ def state_dict(la: Laplace) -> dict[str, Any]:
         "sigma_noise": la.sigma_noise.detach().clone(),
         "temperature": la.temperature,
     }
+    if la.subnetwork_indices is not None:
+        state["subnetwork_indices"] = la.subnetwork_indices
+    named = zip(fit.layout.names, fit.layout.parts, strict=True)
+    state.update({_INDEX + name: part.index.clone() for name, part in named if part is not None})
     state.update({_SUMS + key: value.clone() for key, value in fit.sums.items()})
     state.update({_DATA + key: value.clone() for key, value in fit.data.items()})
     return state
@@ -61,12 +66,17 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
             raise InputError(
                 f"the state has {key}={state[key]!r}, this object {here!r}. Make it with the same options."
             )
-    layout = Layout(tuple(state["names"]), tuple(tuple(shape) for shape in state["shapes"]))
+    layout = _layout(state)
     parameters = {plain_name(name): p for name, p in unwrap(la.model).named_parameters()}
-    for name, shape in zip(layout.names, layout.shapes, strict=True):
+    for name, shape, part in zip(layout.names, layout.tensor_shapes, layout.parts, strict=True):
         found = tuple(parameters[name].shape) if name in parameters else None
         if found != shape:
             raise InputError(f"the state has a parameter {name!r} of shape {shape}; the network's is {found}.")
+        if part is not None and not 0 <= int(part.index.min()) <= int(part.index.max()) < math.prod(shape):
+            raise InputError(f"the state is damaged: it has indices outside the parameter {name!r} of shape {shape}.")
+    here, saved = la.subnetwork_indices, state.get("subnetwork_indices")
+    if here is not None and (saved is None or not torch.equal(here, saved.to(here))):
+        raise InputError("the state is of another subnetwork: its subnetwork_indices are not those of this object.")
     sums = {key.removeprefix(_SUMS): value.clone() for key, value in state.items() if key.startswith(_SUMS)}
     data = {key.removeprefix(_DATA): value.clone() for key, value in state.items() if key.startswith(_DATA)}
     mean: Tensor = state["mean"].clone()
@@ -84,11 +94,16 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     last = state["last_layer"]
     la._restore(
         fit,
-        AllWeights(layout) if last is None else LastLayer(last, layout, state["feature_reduction"]),
+        Selection(layout) if last is None else LastLayer(last, layout, state["feature_reduction"]),
         prior,
         state["sigma_noise"],
         state["temperature"],
     )
+
+
+def _layout(state: Mapping[str, Any]) -> Layout:
+    names, shapes = list(state["names"]), [tuple(shape) for shape in state["shapes"]]
+    return Layout.of_parts(names, shapes, [state.get(_INDEX + name) for name in names])
 
 
 def _options(la: Laplace) -> dict[str, Any]:
@@ -99,5 +114,5 @@ def _options(la: Laplace) -> dict[str, Any]:
         "likelihood": la.likelihood.name,
         "structure": structure,
         "curvature": la.curvature,
-        "subset_of_weights": la.subset_of_weights,
+        "subset_of_weights": la._subset.label,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,14 +15,10 @@ class Row:
 
     name: str
     shape: tuple[int, ...]
+    weights: int  # that are uncertain
     rule: str
     kept: str
     bytes: int
-
-    @property
-    def weights(self) -> int:
-        """Number of weights."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Coverage:
 def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
     """Read off a fit and its plan (None for a last layer)."""
     rows = []
-    for name, shape, size in zip(fit.layout.names, fit.layout.shapes, fit.layout.sizes, strict=True):
+    for name, shape, size in zip(fit.layout.names, fit.layout.tensor_shapes, fit.layout.sizes, strict=True):
         own = {key.rpartition("/")[2]: value for key, value in fit.sums.items() if key.rpartition("/")[0] == name}
         if "H" in fit.sums:
             share = size / fit.layout.n_params
@@ -74,7 +69,7 @@ def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
         else:
             kept, size_in_bytes = _kept(own), sum(value.nbytes for value in own.values())
         rule = "last layer" if plan is None else plan.rule_of(name)
-        rows.append(Row(name, shape, rule, kept, size_in_bytes))
+        rows.append(Row(name, shape, size, rule, kept, size_in_bytes))
     return Coverage(tuple(rows))
 
 

@@ -165,7 +165,8 @@ class Accumulator:
         needed = self.structure.memory(moments, self.layout, like.element_size())
         if self.budget.has(needed, like.device):
             return
-        others = {name: make().memory(moments, self.layout, like.element_size()) for name, make in STRUCTURES.items()}
+        able = {name: make for name, make in STRUCTURES.items() if make.scattered or not self.layout.scattered}
+        others = {name: make().memory(moments, self.layout, like.element_size()) for name, make in able.items()}
         fitting = [f"{name!r} ({in_bytes(n)})" for name, n in others.items() if self.budget.has(n, like.device)]
         self.budget.refuse(
             needed,

@@ -6,7 +6,7 @@ any of them combine. This file only puts them together; laplace-torch's names ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -36,9 +36,9 @@ from laplace.options import (
     method_named,
     pred_type_named,
     refuse_others,
+    require_served,
     samples_of,
     structure_named,
-    subset_named,
     whole_number,
 )
 from laplace.posterior import Fit, Posterior
@@ -48,7 +48,7 @@ from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
 from laplace.summary import summary
 from laplace.tuning import How, log_grid, maximise_evidence, search_grid
-from laplace.weights import AllWeights, LastLayer, Snapshot, find_all_weights, find_last_layer, what_changed
+from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed
 
 
 class Laplace(Predictable, Readable):
@@ -56,7 +56,8 @@ class Laplace(Predictable, Readable):
 
     model              the trained network; it is never changed
     likelihood         'classification', 'regression', or a likelihood object
-    subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
+    subset_of_weights  'last_layer', 'all' (parameters with requires_grad), 'subnetwork' (with `subnetwork_indices`),
+                       globs over names of parameters and modules, or a predicate (name, parameter) -> bool
     hessian_structure  'kron', 'diag' or 'full'
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
     """
@@ -65,7 +66,7 @@ class Laplace(Predictable, Readable):
         self,
         model: nn.Module,
         likelihood: Likelihood | str,
-        subset_of_weights: str = "last_layer",
+        subset_of_weights: str | Sequence[str] | Callable[[str, nn.Parameter], bool] = "last_layer",
         hessian_structure: str = "kron",
         *,
         curvature: str | None = None,
@@ -79,6 +80,7 @@ class Laplace(Predictable, Readable):
         dict_key_y: str = "labels",
         last_layer_name: str | None = None,
         feature_reduction: str | None = None,
+        subnetwork_indices: Tensor | None = None,
         damping: bool | str = False,
         weight_sharing: str = "expand",
         memory_budget: int | None = None,
@@ -91,16 +93,19 @@ class Laplace(Predictable, Readable):
             raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
         self.model = model
         self.likelihood = likelihood_named(likelihood)
-        self.subset_of_weights = subset_named(subset_of_weights)
+        last = Last(last_layer_name, feature_reduction)
+        self._subset = subset_named(subset_of_weights, subnetwork_indices, last, model)
+        self.subset_of_weights = subset_of_weights
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
         options = {"damping": damping, "weight_sharing": weight_sharing}
-        self.structure = structure_named(hessian_structure, options, self.curvature, self.subset_of_weights)
+        self.structure = structure_named(hessian_structure, options, self.curvature, self._subset.label)
+        if isinstance(self._subset, Choice):
+            require_served(self.structure, self._subset.select(model).layout)
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
         self._temperature = _checked_temperature(temperature)
         self.enable_backprop = enable_backprop
         self._keys = Keys(dict_key_x, dict_key_y)
-        self._last_layer = (last_layer_name, feature_reduction)
-        self._weights: LastLayer | AllWeights | None = None
+        self._weights: LastLayer | Selection | None = None
         self._plan: Plan | None = None
         self._budget = Budget(memory_budget)
         self._fitted: Fit | None = None
@@ -284,6 +289,11 @@ class Laplace(Predictable, Readable):
         return cached[2]
 
     @property
+    def subnetwork_indices(self) -> Tensor | None:
+        """Of subset_of_weights='subnetwork': the indices into all trainable weights, ascending."""
+        return self._subset.indices.clone() if isinstance(self._subset, Subnetwork) else None
+
+    @property
     def is_fitted(self) -> bool:
         """Whether the posterior has seen data."""
         return self._fitted is not None
@@ -316,17 +326,17 @@ class Laplace(Predictable, Readable):
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _restore(
-        self, fit: Fit, weights: LastLayer | AllWeights, prior: Prior, sigma: Tensor, temperature: float
+        self, fit: Fit, weights: LastLayer | Selection, prior: Prior, sigma: Tensor, temperature: float
     ) -> None:
         self._sigma, self._temperature = self._checked_sigma(sigma), _checked_temperature(temperature)
         self._fitted, self._weights, self._prior, self._snapshot = fit, weights, prior, Snapshot.of(self.model)
 
-    def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer | AllWeights:
+    def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer | Selection:
         if keep and self._weights is not None:
             return self._weights
-        if self.subset_of_weights == "all":
-            return find_all_weights(self.model)
-        return find_last_layer(self.model, inputs.part(0, 1), *self._last_layer)
+        weights = self._subset.find(self.model, inputs)
+        require_served(self.structure, weights.layout)
+        return weights
 
     def _training(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[Batch]:
         return iter(training_batches(loader, self.model, self._keys, progress_bar, "fit"))
@@ -345,14 +355,14 @@ class Laplace(Predictable, Readable):
                 "at once, or take 'kron', 'diag', 'block' or 'full', whose sums add."
             )
 
-    def _engine(self, weights: LastLayer | AllWeights) -> Head | Network:
+    def _engine(self, weights: LastLayer | Selection) -> Head | Network:
         """What runs the network; the plan of a network is kept from one call to the next."""
         if isinstance(weights, LastLayer):
             return Head(self.model, weights)
         reduce = getattr(self.structure, "weight_sharing", "expand") == "reduce"
         return Network(self.model, weights, self._budget, self._plan, reduce, self.curvature == "hessian")
 
-    def _fresh_engine(self, weights: LastLayer | AllWeights) -> Head | Network:
+    def _fresh_engine(self, weights: LastLayer | Selection) -> Head | Network:
         self._plan = None
         return self._engine(weights)
 

@@ -11,10 +11,10 @@ import torch
 from laplace.curvature import CURVATURES
 from laplace.errors import OptionError, UnsupportedError, choice, shown
 from laplace.structures import STRUCTURES, Structure
+from laplace.weights.layout import Layout
 
 _DEFAULTS: Final[dict[str, Any]] = {"damping": False, "weight_sharing": "expand"}  # structures' options: not given
 _TO_COME: Final = {
-    "subnetwork_indices": "subset_of_weights='subnetwork'",
     "n_subset": "hessian_structure='gp'",
     "independent_outputs": "hessian_structure='gp'",
     "seed": "hessian_structure='gp'",
@@ -43,6 +43,19 @@ def structure_named(name: str, options: Mapping[str, Any], curvature: str, subse
     return structure
 
 
+def require_served(structure: Structure, layout: Layout) -> None:
+    """Refuse a structure that needs whole tensors for weights that are scattered over some."""
+    if structure.scattered or not layout.scattered:
+        return
+    parts = [name for name, part in zip(layout.names, layout.parts, strict=True) if part is not None]
+    able = ", ".join(repr(other) for other, s in STRUCTURES.items() if s.scattered)
+    raise UnsupportedError(
+        f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices take only some weights of "
+        f"{len(parts)} of them ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
+        f"one of {able}, or all weights of each tensor."
+    )
+
+
 def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> str:
     """The kind of curvature by name, or what a backend class of laplace-torch stands for."""
     if backend is not None:
@@ -65,11 +78,6 @@ def samples_of(kind: str, samples: object) -> int:
     if number != 1 and kind not in ("mc", "sketch"):
         raise OptionError(f"curvature_samples={number} is for curvature='mc' and 'sketch'; {kind!r} draws nothing.")
     return number
-
-
-def subset_named(name: str) -> str:
-    """Which weights are uncertain."""
-    return choice(name, ["last_layer", "all"], "subset_of_weights", to_come=("subnetwork",))
 
 
 def pred_type_named(name: str) -> str:

@@ -21,7 +21,7 @@ def summary(la: Laplace) -> str:
     ]
     if la.temperature != 1:
         rows.append(("temperature", f"{la.temperature:g}"))
-    weights = la.subset_of_weights
+    weights = la._subset.label
     if la.is_fitted:
         weights += f": {', '.join(la.posterior.fit.layout.names)} ({la.n_params:,} weights)"
         evidence = float(la.posterior.log_evidence.detach())

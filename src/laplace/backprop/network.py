@@ -1,4 +1,4 @@
-"""All weights: runs any network on a batch and sends vectors back to the outputs of its layers.
+"""Weights of any layers: runs any network on a batch and sends vectors back to the outputs of its layers.
 
 Gradients are taken with respect to layer outputs, never to weights: those would be thrown away.
 """
@@ -27,7 +27,7 @@ from laplace.curvature.hessian import HessianMoments, hessian
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError, quiet
 from laplace.replica import replicate
-from laplace.weights.all_weights import AllWeights
+from laplace.weights.selection import Selection
 
 _NARROW = 2**17  # numbers in the outputs of all layers, up to which batches are run together
 
@@ -40,7 +40,7 @@ class Network:
     def __init__(
         self,
         model: nn.Module,
-        weights: AllWeights,
+        weights: Selection,
         budget: Budget,
         plan: Plan | None = None,
         reduce: bool = False,
@@ -66,7 +66,7 @@ class Network:
         plan = self.planned(inputs)
         f, calls = self._recorded(inputs, plan, with_grad)
         if not plan.fits(calls, f.shape[0]):
-            plan = self.plan = make_plan(self.replica, self.weights.layout, inputs)
+            plan = self.plan = make_plan(self.replica, self.weights.layout.whole, inputs)
             f, calls = self._recorded(inputs, plan, with_grad)
         return NetworkForward(self, plan, inputs, f, calls, with_grad)
 
@@ -96,7 +96,7 @@ class Network:
     def planned(self, inputs: Inputs) -> Plan:
         """The plan, made anew where the old one was made on a single example."""
         if self.plan is None or (self.plan.examples == 1 and (inputs.size or 1) > 1):
-            self.plan = make_plan(self.replica, self.weights.layout, inputs)
+            self.plan = make_plan(self.replica, self.weights.layout.whole, inputs)
         return self.plan
 
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
@@ -132,8 +132,9 @@ class NetworkForward:
         named = dict(self.network.replica.named_parameters())
         with torch.enable_grad():
             value = loss(self.f.to(self.dtype))
-            chunk = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 4, share=0.5)
-            h = hessian(value, [named[name] for name in layout.names], diagonal, chunk)
+            numbers = 4 * self.plan.width * self.f.shape[0] + layout.whole.n_params
+            chunk = self.network.budget.count(4 * numbers, share=0.5)
+            h = hessian(value, [named[name] for name in layout.names], layout, diagonal, chunk)
         return HessianMoments(h.to(self.dtype), layout.sizes)
 
     def jacobian(self, outputs: Tensor | None = None) -> NetworkJacobian:
@@ -153,10 +154,8 @@ class NetworkForward:
         """The network run with each of the moved weights, on the replica's shared memory: nothing is written to."""
         layout, replica = self.network.weights.layout, self.network.replica
         parameters = dict(replica.named_parameters())
-        moved = {
-            name: parameters[name].detach() + step.reshape(len(steps), *shape).to(parameters[name].dtype)
-            for name, step, shape in zip(layout.names, layout.split(steps), layout.shapes, strict=True)
-        }
+        tensors = layout.moved([parameters[name].detach() for name in layout.names], steps)
+        moved = dict(zip(layout.names, tensors, strict=True))
 
         def run(chosen: dict[str, Tensor]) -> Tensor:
             return self.inputs.call_with(replica, chosen)

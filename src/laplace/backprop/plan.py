@@ -67,7 +67,11 @@ class Plan:
             made = Call(network, (), {"inputs": inputs}, root.arrangement, n)
             for key, use in root.rule.uses(made, list(root.keys), [v], reduce, first).items():
                 found[root.keys[key]].append(use)
-        return [combined(found[name]) if found[name] else None for name in layout.names]
+        named = zip(layout.names, layout.parts, strict=True)
+        return [
+            combined([use if part is None else use.at(part.index) for use in found[name]]) if found[name] else None
+            for name, part in named
+        ]
 
     def fits(self, calls: list[Recorded], n: int) -> bool:
         """Whether the examples are where they were when the plan was made; another length may show otherwise."""

@@ -1,8 +1,9 @@
 """The algebra on (a, g): what structures and posteriors ask of one parameter's uses in one batch.
 
 `Outer` is a parameter whose per-example gradient is a sum of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T, in
-one or more groups; `Dense` holds G itself. Both answer the same questions (`MomentsOf` while fitting, `JacobianOf`
-while predicting, where the k are the outputs). G is contracted for some examples at a time, and never kept.
+one or more groups; `Dense` holds G itself; `Entries` are some entries of an outer product, and `Sum` adds uses of
+different kinds. All answer the same questions (`MomentsOf` while fitting, `JacobianOf` while predicting, where the k
+are the outputs). G is contracted for some examples at a time, and never kept.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
 
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
+_WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
 
 
 class Use(ABC):
@@ -43,6 +45,10 @@ class Use(ABC):
     @abstractmethod
     def contracted(self, part: slice) -> Tensor:  # (K, n, p)
         """G of some examples."""
+
+    @abstractmethod
+    def at(self, index: Tensor) -> Use:  # (p',)
+        """Of the weights at some indices alone."""
 
     def parts(self) -> Iterator[slice]:
         """Slices of examples whose G is small enough."""
@@ -123,6 +129,27 @@ class Dense(Use):
     def contracted(self, part: slice) -> Tensor:
         return self.g[:, part]
 
+    def at(self, index: Tensor) -> Dense:
+        return Dense(self.g[..., index])
+
+
+@dataclass
+class Sum(Use):
+    """Several uses of one parameter, whose gradients add."""
+
+    uses: list[Use]
+    form = "dense"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.uses[0].shape
+
+    def contracted(self, part: slice) -> Tensor:
+        return torch.stack([use.contracted(part) for use in self.uses]).sum(0)
+
+    def at(self, index: Tensor) -> Sum:
+        return Sum([use.at(index) for use in self.uses])
+
 
 class Activations(Protocol):
     """The inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
@@ -134,6 +161,10 @@ class Activations(Protocol):
 
     def read(self, part: slice) -> Tensor:
         """a of some examples, (n, Gr, I, T)."""
+        ...
+
+    def features(self, part: slice, index: Tensor) -> Tensor:
+        """Some of the Gr * I features of some examples, (n, F, T)."""
         ...
 
     def gram(self) -> Tensor:
@@ -159,6 +190,9 @@ class Stored:
     def read(self, part: slice) -> Tensor:
         return self.a[part]
 
+    def features(self, part: slice, index: Tensor) -> Tensor:
+        return self.a[part].flatten(1, 2)[:, index]
+
     def gram(self) -> Tensor:
         return grams(self.a)
 
@@ -174,6 +208,9 @@ class Ones:
 
     def read(self, part: slice) -> Tensor:
         return self.like.new_ones(len(range(self.shape[0])[part]), 1, 1, 1)
+
+    def features(self, part: slice, index: Tensor) -> Tensor:
+        return self.read(part)[:, 0].expand(-1, len(index), -1)
 
     def gram(self) -> Tensor:
         return self.like.new_full((1, 1, 1), float(self.shape[0]))
@@ -212,6 +249,9 @@ class Outer(Use):
 
     def contracted(self, part: slice) -> Tensor:
         return _contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
+
+    def at(self, index: Tensor) -> Entries:
+        return Entries(self, index)
 
     def inputs(self) -> tuple[Tensor, int]:
         n, _, _, t = self.a.shape
@@ -291,6 +331,58 @@ class Outer(Use):
         return torch.einsum("nvi,voi->nvo", squares, spread.variances).flatten(1)
 
 
+@dataclass
+class Entries(Use):
+    """Some entries of sum_t g a^T, each at a row (an output) and a column (an input feature): nothing else is computed.
+
+    Where they are most of the rows and columns that they touch, one product of these is cheaper than many short sums.
+    """
+
+    outer: Outer
+    index: Tensor  # (p,), into the flattened (Gr * O, I)
+    form = "dense"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        k, n, _ = self.outer.shape
+        return k, n, len(self.index)
+
+    def at(self, index: Tensor) -> Entries:
+        return Entries(self.outer, self.index[index])
+
+    def contracted(self, part: slice) -> Tensor:
+        k, n, p = self.shape
+        start, stop, _ = part.indices(n)
+        width = (k + 1) * self.outer.positions * min(p, sum(map(len, self._touched)))
+        step = max(1, self.chunk // width)
+        parts = [self._contracted(slice(s, min(s + step, stop))) for s in range(start, stop, step)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _contracted(self, part: slice) -> Tensor:  # (K, n, p)
+        g, t = self.outer.g[:, part].flatten(2, 3), self.outer.positions  # (K, n, Gr * O, T)
+        rows, columns = self._touched
+        if t == 1 or len(rows) * len(columns) > _WORTH * len(self.index):
+            a = self.outer.a.features(part, self._column).to(g.dtype)
+            return (g[:, :, self._row] * a).sum(3)
+        a = self.outer.a.features(part, columns).to(g.dtype)
+        product = _contract(a.unsqueeze(1), g[:, :, rows].unsqueeze(2)).squeeze(2)  # (K, n, rows, columns)
+        at = torch.searchsorted(rows, self._row) * len(columns) + torch.searchsorted(columns, self._column)
+        return product.flatten(2)[..., at]
+
+    @cached_property
+    def _row(self) -> Tensor:  # (p,), of the Gr * O outputs
+        return self.index // self.outer.factors[2]
+
+    @cached_property
+    def _column(self) -> Tensor:  # (p,), of the Gr * I features
+        _, o, i = self.outer.factors
+        return self._row // o * i + self.index % i
+
+    @cached_property
+    def _touched(self) -> tuple[Tensor, Tensor]:
+        return self._row.unique(), self._column.unique()
+
+
 def combined(uses: list[Use]) -> Use:
     """Several uses of one parameter as one: further positions where all are outer products, else their sum."""
     if len(uses) == 1:
@@ -301,10 +393,7 @@ def combined(uses: list[Use]) -> Use:
     if len(outers) == len(uses):
         a = torch.cat([use._all() for use in outers], 3)
         return Outer(Stored(a), torch.cat([use.g for use in outers], 4), outers[0].reduce, outers[0].first)
-    total = uses[0].contracted(slice(None))
-    for use in uses[1:]:
-        total = total + use.contracted(slice(None))
-    return Dense(total)
+    return Sum(uses)
 
 
 def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import UnsupportedError, quiet
+from laplace.weights.layout import Layout
 
 LIMIT = 10_000  # weights up to which it is computed
 
@@ -48,25 +49,25 @@ class HessianOf:
         return self.diagonal
 
 
-def hessian(loss: Tensor, parameters: Sequence[Tensor], diagonal: bool, chunk: int) -> Tensor:
+def hessian(loss: Tensor, parameters: Sequence[Tensor], layout: Layout, diagonal: bool, chunk: int) -> Tensor:
     """(P, P), or (P,) with `diagonal`: P Hessian-vector products, `chunk` at a time where they can be batched."""
-    size = sum(p.numel() for p in parameters)
+    size = layout.n_params
     if size > LIMIT:
         raise UnsupportedError(
             f"an exact Hessian of {size:,} weights needs as many Hessian-vector products; the limit is {LIMIT:,}. Take "
-            "curvature='ggn', or freeze layers with requires_grad_(False)."
+            "curvature='ggn', or fewer weights with subset_of_weights=."
         )
     slopes = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-    flat = torch.cat([(p * 0 if g is None else g).reshape(-1) for p, g in zip(parameters, slopes, strict=True)])
+    flat = layout.join([p * 0 if g is None else g for p, g in zip(parameters, slopes, strict=True)])
     rows = []
     for start in range(0, size, chunk):
         index = torch.arange(start, min(start + chunk, size), device=flat.device)
-        part = _products(flat, parameters, torch.nn.functional.one_hot(index, size).to(flat))
+        part = _products(flat, parameters, layout, torch.nn.functional.one_hot(index, size).to(flat))
         rows.append(part.gather(1, index.unsqueeze(1)).squeeze(1) if diagonal else part)
     return torch.cat(rows).detach()
 
 
-def _products(flat: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> Tensor:  # (K, P) -> (K, P)
+def _products(flat: Tensor, parameters: Sequence[Tensor], layout: Layout, vectors: Tensor) -> Tensor:  # (K, P) -> same
     """Hessian times each vector: all at once, or one after the other where an operation has no batching rule."""
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
     try:
@@ -75,8 +76,5 @@ def _products(flat: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> Te
     except RuntimeError:
         rows = [torch.autograd.grad(flat, parameters, v, **options) for v in vectors]
         found = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]  # type: ignore[arg-type]
-    parts = [
-        p.new_zeros(len(vectors), p.numel()) if g is None else g.reshape(len(vectors), -1)
-        for p, g in zip(parameters, found, strict=True)
-    ]
-    return torch.cat(parts, 1)
+    parts = [p.new_zeros(len(vectors), *p.shape) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    return layout.join(parts, lead=1)

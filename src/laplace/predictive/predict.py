@@ -41,8 +41,9 @@ def sampled(
 
     `runs` gives the runs of consecutive inputs, once for every chunk of draws.
     """
-    n_params, parts = posterior.fit.layout.n_params, []
-    for start in range(0, draws.n, step := max(1, _CHUNK // n_params)):
+    layout, parts = posterior.fit.layout, []
+    n_params, held = layout.n_params, layout.whole.n_params if exact else layout.n_params
+    for start in range(0, draws.n, step := max(1, _CHUNK // held)):
         eps = normals(min(step, draws.n - start), n_params, posterior.fit.mean, draws.generator)
         moves = posterior.gaussian.color(eps)
         drawn = [run.perturbed(moves) if exact else run.outputs + run.linearised(moves) for run in runs()]

@@ -119,6 +119,7 @@ class Structure(Pass):
     passes: int = 1  # runs over the data, at least; sums of more than one cannot be added to later
     semidefinite: bool = True  # whether H has no negative eigenvalues but for rounding
     exact_hessian: bool = True  # whether there is a form for curvature='hessian'
+    scattered: bool = True  # whether it can keep some weights of a tensor without the others
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:

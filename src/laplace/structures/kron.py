@@ -30,6 +30,7 @@ class Kron(BlockDiagonal):
     name = "kron"
     options = ("damping", "weight_sharing")
     exact_hessian = False
+    scattered = False
     prior_structures = ("scalar", "layerwise")
 
     def __init__(self, damping: bool | str = False, weight_sharing: str = "expand") -> None:

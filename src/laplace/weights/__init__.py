@@ -1,8 +1,21 @@
-"""Which parameters are uncertain."""
+"""Which weights are uncertain."""
 
-from laplace.weights.all_weights import AllWeights, find_all_weights
 from laplace.weights.changes import Snapshot, what_changed
-from laplace.weights.last_layer import LastLayer, find_last_layer
+from laplace.weights.last_layer import LastLayer
 from laplace.weights.layout import Layout
+from laplace.weights.selection import Choice, Selection, Subset
+from laplace.weights.subnetwork import Subnetwork
+from laplace.weights.subset import Last, subset_named
 
-__all__ = ["AllWeights", "LastLayer", "Layout", "Snapshot", "find_all_weights", "find_last_layer", "what_changed"]
+__all__ = [
+    "Choice",
+    "Last",
+    "LastLayer",
+    "Layout",
+    "Selection",
+    "Snapshot",
+    "Subnetwork",
+    "Subset",
+    "subset_named",
+    "what_changed",
+]

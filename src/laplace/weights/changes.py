@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.replica import unwrap
-from laplace.weights.all_weights import AllWeights
 from laplace.weights.last_layer import LastLayer
+from laplace.weights.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class Snapshot:
         return cls(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors))
 
 
-def what_changed(model: nn.Module, weights: LastLayer | AllWeights, mean: Tensor, then: Snapshot | None) -> str | None:
+def what_changed(model: nn.Module, weights: LastLayer | Selection, mean: Tensor, then: Snapshot | None) -> str | None:
     """In words, what is no longer as it was when `mean` and `then` were taken; None where nothing is."""
-    now = zip(weights.tensors(model), weights.layout.split(mean), strict=True)
-    if not all(torch.equal(t.to(m).flatten(), m) for t, m in now):
+    layout = weights.layout
+    now = zip(layout.gather(weights.tensors(model)), layout.split(mean), strict=True)
+    if not all(torch.equal(t.to(m), m) for t, m in now):
         return f"the uncertain weights of {weights.described} have changed"
     if then is not None and Snapshot.of(model) != then:
         return "weights or statistics of the network have been written to, moved or replaced"

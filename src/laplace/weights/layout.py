@@ -1,4 +1,4 @@
-"""How the uncertain parameters lie in one vector of length P: tensor after tensor, each in row-major order."""
+"""How the uncertain weights lie in one vector of length P: tensor after tensor, each in row-major order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,65 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Scattered:
+    """Which weights of a tensor are uncertain, where not all are."""
+
+    index: Tensor  # (p,), ascending, into the flattened tensor
+    shape: tuple[int, ...]  # of the tensor
+
+    def gather(self, flat: Tensor) -> Tensor:  # (..., numel) -> (..., p)
+        """The uncertain weights of a flattened tensor."""
+        return flat[..., self.index.to(flat.device)]
+
+    def scatter_add(self, tensor: Tensor, steps: Tensor) -> Tensor:  # shape, (S, p) -> (S, *shape)
+        """The tensor with its uncertain weights moved by each step."""
+        flat = tensor.reshape(1, -1).expand(len(steps), -1)
+        return flat.index_add(1, self.index.to(flat.device), steps).reshape(len(steps), *self.shape)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """Names and shapes of the parameter tensors; each tensor is one block."""
+    """Names and shapes of the blocks: a block is a parameter tensor, or what of it is uncertain, then of shape (p,)."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    scattered: tuple[Scattered | None, ...] = ()  # one for each block, None for a whole tensor; () where all are whole
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, Tensor]]) -> Layout:
-        """The layout of named parameters in their order."""
+        """The layout of whole named parameters in their order."""
         pairs = [(name, tuple(p.shape)) for name, p in parameters]
         return cls(tuple(n for n, _ in pairs), tuple(s for _, s in pairs))
+
+    @classmethod
+    def of_parts(
+        cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], indices: Sequence[Tensor | None]
+    ) -> Layout:
+        """The layout of tensors of which only the weights at some indices are uncertain, or all (None)."""
+        pairs = list(zip(shapes, indices, strict=True))
+        if all(index is None for index in indices):
+            return cls(tuple(names), tuple(shapes))
+        return cls(
+            tuple(names),
+            tuple(shape if index is None else (len(index),) for shape, index in pairs),
+            tuple(None if index is None else Scattered(index, shape) for shape, index in pairs),
+        )
+
+    @property
+    def parts(self) -> tuple[Scattered | None, ...]:
+        """One for each block: which weights of the tensor are in it, None for all."""
+        return self.scattered or (None,) * len(self.names)
+
+    @property
+    def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the whole tensors."""
+        return tuple(s if part is None else part.shape for s, part in zip(self.shapes, self.parts, strict=True))
+
+    @property
+    def whole(self) -> Layout:
+        """The layout of the whole tensors."""
+        return Layout(self.names, self.tensor_shapes)
 
     @property
     def sizes(self) -> list[int]:
@@ -37,6 +84,20 @@ class Layout:
         """A vector cut into its blocks, as views."""
         return list(vector.split(self.sizes, dim=-1))
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:  # [shape_b] -> (P,)
-        """Parameter tensors as one vector."""
-        return torch.cat([t.reshape(-1) for t in tensors])
+    def gather(self, tensors: Sequence[Tensor], lead: int = 0) -> list[Tensor]:  # [(..., *shape)] -> [(..., p_b)]
+        """The uncertain weights of whole tensors, flat; `lead` dimensions come before the tensors' own."""
+        flat = [t.reshape(*t.shape[:lead], -1) for t in tensors]
+        return [t if part is None else part.gather(t) for t, part in zip(flat, self.parts, strict=True)]
+
+    def join(self, tensors: Sequence[Tensor], lead: int = 0) -> Tensor:  # [(..., *shape)] -> (..., P)
+        """The uncertain weights of whole tensors as one vector."""
+        return torch.cat(self.gather(tensors, lead), -1)
+
+    def moved(self, tensors: Sequence[Tensor], steps: Tensor) -> list[Tensor]:  # [shape], (S, P) -> [(S, *shape)]
+        """Whole tensors with their uncertain weights moved by each step."""
+        out = []
+        for tensor, step, part in zip(tensors, self.split(steps), self.parts, strict=True):
+            step = step.to(tensor.dtype)
+            moved = tensor + step.reshape(len(step), *tensor.shape) if part is None else part.scatter_add(tensor, step)
+            out.append(moved)
+        return out

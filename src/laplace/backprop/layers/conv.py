@@ -57,6 +57,15 @@ class Patches:
         flat = patches(self.conv, x.flatten(0, 1)).unflatten(0, x.shape[:2])  # (n, frames, Gr, I, T)
         return flat.permute(0, 2, 3, 1, 4).flatten(3)
 
+    def features(self, part: slice, index: Tensor) -> Tensor:  # (n, F, T)
+        x = self.x[part]
+        seen = windows(self.conv, padded(self.conv, x.flatten(0, 1)))
+        sides = len(self.conv.kernel_size)
+        place = torch.unravel_index(index, (self.conv.in_channels, *self.conv.kernel_size))
+        seen = seen.permute(0, 1, *range(2 + sides, 2 + 2 * sides), *range(2, 2 + sides))
+        found = seen[(slice(None), *place)].flatten(2)  # (n * frames, F, T / frames)
+        return found.unflatten(0, x.shape[:2]).transpose(1, 2).flatten(2)
+
     def gram(self) -> Tensor:  # (Gr, I, I)
         if shifts_apply(self.conv, self.x):
             return shifted_gram(self.x.flatten(0, 1)).unsqueeze(0)

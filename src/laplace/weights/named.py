@@ -1,0 +1,75 @@
+"""Weights by name: globs over the names of parameters and modules; a module stands for all its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from laplace.errors import OptionError
+from laplace.replica import plain_name, unwrap
+from laplace.weights.layout import Layout
+from laplace.weights.selection import Choice, Selection, parameters_of
+
+GLOB = "*?["
+
+
+class Named(Choice):
+    """The trainable parameters that some patterns name."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self.patterns = [plain_name(pattern) for pattern in patterns]
+        self.label = str(self.patterns)
+        if not self.patterns:
+            raise OptionError("subset_of_weights is an empty list. Name parameters or modules: ['encoder.*', 'head'].")
+
+    def select(self, model: nn.Module) -> Selection:
+        names: set[str] = set()
+        for pattern in self.patterns:
+            names |= trainable_named(model, pattern)
+        return Selection(Layout.of((name, p) for name, p in parameters_of(model) if name in names))
+
+
+def trainable_named(model: nn.Module, pattern: str) -> set[str]:
+    """The trainable parameters that one pattern names, under the first of their names; at least one."""
+    found = matches(model, pattern)
+    parameters = dict(parameters_of(model))
+    trainable = {name for name in found if parameters[name].requires_grad}
+    if not found:
+        raise OptionError(
+            f"{pattern!r} is the name of no parameter or module of the network. {nearest(model, pattern)}"
+        )
+    if not trainable:
+        raise OptionError(
+            f"{pattern!r} names only parameters with requires_grad=False ({listed(sorted(found))}), which stay "
+            "certain. Write requires_grad_() on those that should not."
+        )
+    return trainable
+
+
+def matches(model: nn.Module, pattern: str) -> set[str]:
+    """The parameters whose name, or the name of a module that holds them, matches; each tied tensor under one name."""
+    first = {id(p): name for name, p in parameters_of(model)}
+    found: set[str] = set()
+    for name, p in unwrap(model).named_parameters(remove_duplicate=False):
+        parts = plain_name(name).split(".")
+        paths = (".".join(parts[: i + 1]) for i in range(len(parts)))  # the modules above it, and itself
+        if any(fnmatchcase(path, pattern) for path in paths):
+            found.add(first[id(p)])
+    return found
+
+
+def nearest(model: nn.Module, pattern: str) -> str:
+    """In words, the names that are most like a pattern."""
+    modules = [plain_name(name) for name, _ in unwrap(model).named_modules() if name]
+    names = [*modules, *(name for name, _ in parameters_of(model))]
+    close = get_close_matches(pattern, names, n=3, cutoff=0.5)
+    return f"Nearest: {listed(close)}." if close else f"There is: {listed(names)}."
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names in a message, the first few of them."""
+    quoted = [repr(name) for name in names]
+    return ", ".join(quoted[:most]) + (f" and {len(quoted) - most} more" if len(quoted) > most else "")

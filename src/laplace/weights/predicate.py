@@ -1,0 +1,41 @@
+"""Weights by a function of the user's: which parameters, given their names and themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from laplace.errors import OptionError, shown
+from laplace.weights.layout import Layout
+from laplace.weights.named import listed
+from laplace.weights.selection import Choice, Selection, parameters_of
+
+
+class Where(Choice):
+    """The trainable parameters for which `predicate(name, parameter)` is True; a tied tensor is asked for once."""
+
+    label = "predicate"
+
+    def __init__(self, predicate: Callable[[str, nn.Parameter], object]) -> None:
+        self.predicate = predicate
+
+    def select(self, model: nn.Module) -> Selection:
+        chosen = [(name, p) for name, p in parameters_of(model) if self._takes(name, p)]
+        trainable = [(name, p) for name, p in chosen if p.requires_grad]
+        if not trainable:
+            frozen = f"only parameters with requires_grad=False ({listed(name for name, _ in chosen)})"
+            raise OptionError(
+                f"the predicate of subset_of_weights takes {frozen if chosen else 'no parameter'} of "
+                f"{listed(name for name, _ in parameters_of(model))}; at least one trainable one is needed."
+            )
+        return Selection(Layout.of(trainable))
+
+    def _takes(self, name: str, p: nn.Parameter) -> bool:
+        answer = self.predicate(name, p)
+        if not isinstance(answer, bool):
+            raise OptionError(
+                f"the predicate of subset_of_weights gave {shown(answer)}, a {type(answer).__name__}, for {name!r}; it "
+                "must give True or False: write bool(...) around what it returns."
+            )
+        return answer
