@@ -113,6 +113,10 @@ class GramSum:
             self._buffer[self._filled : self._filled + m] = rows
             self._filled += m
 
+    def add_gram(self, term: Tensor) -> None:  # (D, D)
+        """Count a product that is there already."""
+        self.total = in_sums(term).clone() if self.total is None else self.total.add_(term)
+
     def flush(self) -> Tensor:  # (D, D)
         """The sum of everything so far."""
         if self._filled and self._buffer is not None:
@@ -122,5 +126,4 @@ class GramSum:
         return self.total
 
     def _take(self, rows: Tensor) -> None:
-        term = gram(rows)
-        self.total = in_sums(term) if self.total is None else self.total.add_(term)
+        self.add_gram(gram(rows))

@@ -66,7 +66,8 @@ class Inputs:
         """Some of the examples; the whole batch where they cannot be told apart."""
         if self.size is None:
             return self
-        return self.map(lambda t: t[start:stop])
+        kwargs = {k: v[start:stop] if _leads(v, self.size) else v for k, v in self.kwargs.items()}
+        return Inputs(self.map(lambda t: t[start:stop]).x, kwargs, self.keys)
 
     def tensors(self) -> list[Tensor]:
         """All tensors in x."""
@@ -219,6 +220,10 @@ def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) ->
     if keys.x in names:
         return True
     return required <= set(mapping) and bool(names & set(mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def _leads(value: Any, n: int | None) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == n
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from laplace.errors import MemoryBudgetError, OptionError
 
 CHUNK = 2**29  # bytes of intermediate results at a time
 _CGROUP = Path("/sys/fs/cgroup")
+_UNKNOWN = 2**62  # bytes, where no system call tells
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ class Budget:
 def free(device: torch.device) -> int:
     """Bytes that a device has left: of a CPU what the system or a container's limit leaves."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )  # by torch, for its next tensors
+        return torch.cuda.mem_get_info(device)[0] + kept
     return min([_system(), *_container()])
 
 
@@ -79,6 +83,8 @@ def _system() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
+        if not hasattr(os, "sysconf"):
+            return _UNKNOWN
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # all there is: the best that can be said
 
 
@@ -88,6 +94,8 @@ def _container() -> Iterable[int]:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            yield max(0, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
+            stat = (_CGROUP / limit).with_name("memory.stat").read_text().split()
+            cached = int(stat[stat.index("inactive_file") + 1])  # files that the system gives up when asked
+            yield max(0, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()) + cached)
         except (OSError, ValueError):  # no such file, or "max"
             continue

@@ -59,7 +59,7 @@ class Coverage:
 
 
 def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
-    """Read off a fit and its plan (None for a last layer)."""
+    """Read off a fit and its plan (None for a last layer, and before the network has run)."""
     rows = []
     for name, shape, size in zip(fit.layout.names, fit.layout.tensor_shapes, fit.layout.sizes, strict=True):
         own = {key.rpartition("/")[2]: value for key, value in fit.sums.items() if key.rpartition("/")[0] == name}
@@ -68,7 +68,7 @@ def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
             kept, size_in_bytes = "full", round(share * fit.sums["H"].nbytes)
         else:
             kept, size_in_bytes = _kept(own), sum(value.nbytes for value in own.values())
-        rule = "last layer" if plan is None else plan.rule_of(name)
+        rule = "last layer" if fit.linear else "not run yet" if plan is None else plan.rule_of(name)
         rows.append(Row(name, shape, size, rule, kept, size_in_bytes))
     return Coverage(tuple(rows))
 

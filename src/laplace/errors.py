@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_SLOW = "There is a performance drop"
+
 
 class LaplaceError(Exception):
     """Base of every exception that this library raises on purpose."""
@@ -30,6 +32,10 @@ class UnsupportedError(LaplaceError, NotImplementedError):
 
 class ModelError(LaplaceError, RuntimeError):
     """A network that cannot be treated as asked; the message names the layer."""
+
+
+class FormChangedError(ModelError):
+    """A later batch uses a weight in another way than the first, and the data cannot be read again."""
 
 
 class NumericalError(LaplaceError, ArithmeticError):
@@ -80,7 +86,10 @@ def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's notes on operations that it vectorises slowly: they would be about our choice, not the user's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        yield
+    """Without notes of torch on operations that it vectorises slowly: they would be about our choice, not the user's.
+
+    The filter stays: to take it out again is not safe where several threads predict.
+    """
+    if not any(filter_[1] is not None and filter_[1].pattern == _SLOW for filter_ in warnings.filters):
+        warnings.filterwarnings("ignore", message=_SLOW)
+    yield

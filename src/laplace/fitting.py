@@ -8,18 +8,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace.algebra import GramSum, Rows, in_sums
+from laplace.algebra import GramSum, Rows, gram, in_sums
 from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Batch, Inputs
 from laplace.budget import Budget, in_bytes
 from laplace.curvature import CURVATURES
-from laplace.errors import InputError, LaplaceError
-from laplace.gathering import gathered
+from laplace.errors import FormChangedError, InputError
+from laplace.gathering import Group, gathered
 from laplace.likelihoods.base import Likelihood
 from laplace.posterior import Fit
 from laplace.structures import STRUCTURES, Pass, Structure, Sums
 from laplace.weights.layout import Layout
 
+_RESTARTS = 20  # readings of the data after which a network is given up that shows another side in every one
 _HELD = 2**23  # numbers held back before their moments are taken
 
 
@@ -62,14 +63,28 @@ class Accumulator:
         self.pass_: Pass = structure
         self._before: Sums = {}
         self._n_before = 0
+        self._forms: list[str] = []
+        self._restarts = 0
         self._state = None if generator is None else generator.get_state()
+        self._compared = False  # whether joined batches were seen to give the outputs of single ones
         self._together = True  # until a network does not run on joined batches
 
-    def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]]) -> None:
+    def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         """Run over all batches, and over those of `again` as often as the structure asks for."""
-        self._add(batches)
+        while True:
+            try:
+                self._add(batches)
+                break
+            except FormChangedError:  # a later batch showed more of the network: count anew, knowing that
+                self._restarts += 1
+                if again is None or self._restarts > _RESTARTS:
+                    raise
+                self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
+                self._restore_generator()
+                batches = again()
         dtype = self._like.dtype
         while (further := self.structure.further(self.totals, self.layout, dtype)) is not None:
+            assert again is not None
             self._rewind(further)
             self._add(again())
             if self.n_data != self._n_before:
@@ -82,6 +97,9 @@ class Accumulator:
         """Count the same data once more, with the same draws, for another run's sums."""
         self.pass_, self._before, self._n_before = further, self.totals, self.n_data
         self.sums, self.data, self.n_data = {}, {}, 0
+        self._restore_generator()
+
+    def _restore_generator(self) -> None:
         if self.generator is not None and self._state is not None:
             self.generator.set_state(self._state)
 
@@ -99,14 +117,25 @@ class Accumulator:
             if isinstance(group, Batch):
                 self._count(*self._run(group))
                 continue
-            try:
-                run = self._run(group.joined())
-            except LaplaceError:  # one by one: either it runs, or the error names its batch
-                self._together = False
-                for batch in group.batches():
-                    self._count(*self._run(batch))
-            else:
+            run = self._run_as_one(group)
+            if run is not None:
                 self._count(*run)
+                continue
+            for batch in group.batches():  # one by one: either it runs, or the error names its batch
+                self._count(*self._run(batch))
+
+    def _run_as_one(self, group: Group) -> tuple[Forward, Tensor] | None:
+        """None where the network does not run on joined batches, or gives other outputs there; then none are joined."""
+        run = None
+        try:
+            run = self._run(group.joined())
+            if not self._compared:
+                self._compared = True
+                first = group.batches()[0]
+                self._together = _alike(run[0].outputs[: len(first.y)], self.engine.forward(first.inputs).outputs)
+        except Exception:
+            self._together = False
+        return run if self._together else None
 
     def _run(self, batch: Batch) -> tuple[Forward, Tensor]:
         """Run a batch; what is refused is refused here, before anything is added."""
@@ -155,10 +184,23 @@ class Accumulator:
         """Take the moments of the batches that were held back: one large product instead of many small ones."""
         if self._pending:
             first, *others = self._pending
+            self._notice_forms(first)
             if not self.sums and not self._before:
                 self._require_memory(first, self._like)
             _add(self.sums, self.pass_.sums(first.merged(others) if others else first, self.layout))
             self._pending, self._held = [], 0
+
+    def _notice_forms(self, moments: Moments) -> None:
+        """A tensor whose gradients are outer products in one batch and not in another has no common sums."""
+        forms = [m.form for m in moments.parameters]
+        if self._forms and forms != self._forms:
+            changed = [name for name, a, b in zip(self.layout.names, self._forms, forms, strict=True) if a != b]
+            self._forms = forms
+            raise FormChangedError(
+                f"a later batch used {', '.join(changed[:3])} in another way than the first (examples without a fixed "
+                "number of rows?), and this loader can be read once. Give a DataLoader or a list of batches."
+            )
+        self._forms = forms
 
     def _require_memory(self, moments: Moments, like: Tensor) -> None:
         """Refuse a structure that cannot fit, with those that would."""
@@ -176,6 +218,11 @@ class Accumulator:
         )
 
 
+def _alike(f: Tensor, other: Tensor) -> bool:
+    """Equal up to rounding."""
+    return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
+
+
 def check_finite(f: Tensor, what: str) -> None:
     """Refuse NaN and infinity."""
     if not f.sum().isfinite() and not f.isfinite().all():
@@ -187,12 +234,20 @@ def check_finite(f: Tensor, what: str) -> None:
 
 def _add(total: dict[str, Any], part: Mapping[str, Tensor | Rows | float]) -> None:
     for key, value in part.items():
-        if isinstance(value, Rows):
-            total.setdefault(key, GramSum()).add(value.rows)
-        elif key in total:
-            total[key] += value
-        else:
+        so_far = total.get(key)
+        if isinstance(value, Rows) and isinstance(so_far, Tensor):
+            value = gram(value.rows).unsqueeze(0)  # a batch with one position after others with several
+        if so_far is None and isinstance(value, Rows):
+            total[key] = so_far = GramSum()
+        if isinstance(so_far, GramSum):
+            if isinstance(value, Rows):
+                so_far.add(value.rows)
+            elif isinstance(value, Tensor):
+                so_far.add_gram(value.squeeze(0))
+        elif so_far is None:
             total[key] = in_sums(value).clone() if isinstance(value, Tensor) else value
+        else:
+            total[key] += value
 
 
 def _tensor(total: Tensor | GramSum | float, like: Tensor) -> Tensor:

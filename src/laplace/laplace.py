@@ -182,7 +182,7 @@ class Laplace(Predictable, Readable):
         generator = generator_or_none(generator)
         if generator is None and self.structure.passes > 1:
             generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
-        engine = self._engine(weights) if before is not None else self._fresh_engine(weights)
+        engine = self._engine(weights, self._plan if before is not None else None)
         sums = Accumulator(
             engine,
             self.likelihood,
@@ -197,7 +197,8 @@ class Laplace(Predictable, Readable):
         mean = weights.layout.join(weights.tensors(self.model))
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
         self._prior.check(weights.layout, self.structure.prior_structures)
-        sums.run(chain([first], stream), lambda: self._training(train_loader, progress_bar))
+        again = None if isinstance(train_loader, Iterator) else lambda: self._training(train_loader, progress_bar)
+        sums.run(chain([first], stream), again)
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
@@ -355,22 +356,18 @@ class Laplace(Predictable, Readable):
                 "at once, or take 'kron', 'diag', 'block' or 'full', whose sums add."
             )
 
-    def _engine(self, weights: LastLayer | Selection) -> Head | Network:
-        """What runs the network; the plan of a network is kept from one call to the next."""
+    def _engine(self, weights: LastLayer | Selection, plan: Plan | None = None) -> Head | Network:
+        """What runs the network; the `plan` of a network is kept from one call to the next."""
         if isinstance(weights, LastLayer):
             return Head(self.model, weights)
         reduce = getattr(self.structure, "weight_sharing", "expand") == "reduce"
-        return Network(self.model, weights, self._budget, self._plan, reduce, self.curvature == "hessian")
-
-    def _fresh_engine(self, weights: LastLayer | Selection) -> Head | Network:
-        self._plan = None
-        return self._engine(weights)
+        return Network(self.model, weights, self._budget, plan, reduce, self.curvature == "hessian")
 
     def _runs(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         posterior = self.posterior
         self._notice_changes()
         assert self._weights is not None
-        engine, inputs = self._engine(self._weights), inputs.to(device_of(self.model))
+        engine, inputs = self._engine(self._weights, self._plan), inputs.to(device_of(self.model))
         for part in [inputs] if whole else engine.chunks(inputs, posterior.fit.n_outputs):
             forward = engine.forward(part, self.enable_backprop)
             shape = tuple(forward.outputs.shape)
@@ -392,6 +389,8 @@ class Laplace(Predictable, Readable):
                     yield forward, self.likelihood.check_targets(f, part.to(f.device))
                 except InputError as error:
                     raise InputError(f"validation batch {batch.index}: {error}") from None
+            if start != len(y):
+                raise InputError(f"validation batch {batch.index}: {len(y)} labels for {start} inputs.")
 
     def _say_what_is_not_kron(self) -> None:
         """Warn once of tensors whose gradients are no outer products."""

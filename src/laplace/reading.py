@@ -86,7 +86,7 @@ class Readable(ABC):
         diagonals = [block.diagonal for block in curvature.blocks if isinstance(block, DiagBlock)]
         if len(diagonals) == len(curvature.blocks):
             return torch.cat(diagonals)
-        return self._kronecker(curvature.matrix, lambda: torch.logdet(curvature.matrix()))
+        return self._kronecker(curvature.matrix, None)
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -174,12 +174,14 @@ class Readable(ABC):
                 f"{what}: shape {tuple(value.shape)} came; the last dimension must be P = {self.n_params}."
             )
 
-    def _kronecker(self, matrix: Callable[[], Tensor], logdet: Callable[[], Tensor]) -> KroneckerMatrix:
+    def _kronecker(self, matrix: Callable[[], Tensor], logdet: Callable[[], Tensor] | None) -> KroneckerMatrix:
         def to_matrix() -> Tensor:
-            self._require_matrix(self.n_params, "the dense matrix of all weights", "logdet(), or posterior_variance")
+            self._require_matrix(
+                self.n_params, "the dense matrix of all weights", "posterior_variance, or log_det_posterior_precision"
+            )
             return matrix()
 
-        return KroneckerMatrix(to_matrix, logdet, self._fit.layout)
+        return KroneckerMatrix(to_matrix, logdet or (lambda: torch.logdet(to_matrix())), self._fit.layout)
 
     def _shown(self, gaussian: Gaussian) -> Tensor | KroneckerMatrix:
         if not isinstance(gaussian, BlockDiagonalGaussian):

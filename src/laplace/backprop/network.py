@@ -49,6 +49,7 @@ class Network:
         self.replica, self.weights = replicate(model, set(weights.layout.names)), weights
         self.budget, self.plan, self.reduce = budget, plan, reduce
         self.twice_differentiable = twice_differentiable
+        self._read = 0  # numbers in an example's inputs
         self._recorder: tuple[Plan | None, Recorder | None] = (None, None)
         if any(isinstance(module, ScriptModule) for module in self.replica.modules()):
             raise ModelError(
@@ -58,11 +59,13 @@ class Network:
 
     def room(self) -> int:
         """As many as a narrow network computes in the time that it takes to call it."""
-        return 0 if self.plan is None else min(_NARROW, self.budget.chunk // 64) // max(1, self.plan.width)
+        width = 0 if self.plan is None else self.plan.width + self._read
+        return min(_NARROW, self.budget.chunk // 64) // width if width else 0
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> NetworkForward:
         """Run a batch with its graph; gradients with respect to the inputs only `with_grad`."""
         inputs = inputs.normal_tensors()
+        self._read = sum(t.numel() for t in inputs.tensors()) // (inputs.size or 1)
         plan = self.planned(inputs)
         f, calls = self._recorded(inputs, plan, with_grad)
         if not plan.fits(calls, f.shape[0]):

@@ -238,7 +238,14 @@ class Predictable(ABC):
             return None
         n = self.posterior.fit.n_outputs
         index = torch.as_tensor(outputs).reshape(-1)
-        if refused or index.is_floating_point() or not len(index) or int(index.min()) < 0 or int(index.max()) >= n:
+        if (
+            refused
+            or index.is_floating_point()
+            or index.dtype is torch.bool
+            or not len(index)
+            or int(index.min()) < 0
+            or int(index.max()) >= n
+        ):
             raise OptionError(
                 f"outputs={outputs!r} must be indices from 0 to {n - 1}, for regression with pred_type='glm'."
             )

@@ -27,7 +27,7 @@ class Full(Structure):
         return {"H": moments.gram().double()}
 
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
-        return 3 * 8 * layout.n_params**2  # in float64
+        return 5 * 8 * layout.n_params**2  # H and its symmetric part in float64, eigenvectors, their work space
 
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
         p = layout.n_params
