@@ -27,6 +27,7 @@ from laplace.errors import (
     UnsupportedError,
     choice,
     warn,
+    whole_number,
 )
 from laplace.fitting import Accumulator, check_finite
 from laplace.likelihoods import Likelihood, likelihood_named
@@ -39,7 +40,6 @@ from laplace.options import (
     samples_of,
     structure_named,
     subset_named,
-    whole_number,
 )
 from laplace.posterior import Fit, Posterior
 from laplace.precision import plainly
@@ -57,7 +57,8 @@ class Laplace(Predictable, Readable):
     model              the trained network; it is never changed
     likelihood         'classification', 'regression', or a likelihood object
     subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
-    hessian_structure  'kron', 'diag' or 'full'
+    hessian_structure  'kron', 'diag', 'full', or 'lowrank': the `rank` (20) largest eigenvalues of all weights' curvature
+                       together, or those above `tol` times the largest
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
     """
 
@@ -81,6 +82,8 @@ class Laplace(Predictable, Readable):
         feature_reduction: str | None = None,
         damping: bool | str = False,
         weight_sharing: str = "expand",
+        rank: int | float | None = None,
+        tol: float | None = None,
         memory_budget: int | None = None,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
@@ -93,7 +96,7 @@ class Laplace(Predictable, Readable):
         self.likelihood = likelihood_named(likelihood)
         self.subset_of_weights = subset_named(subset_of_weights)
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
-        options = {"damping": damping, "weight_sharing": weight_sharing}
+        options = {"damping": damping, "weight_sharing": weight_sharing, "rank": rank, "tol": tol}
         self.structure = structure_named(hessian_structure, options, self.curvature, self.subset_of_weights)
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
         self._temperature = _checked_temperature(temperature)
@@ -198,6 +201,8 @@ class Laplace(Predictable, Readable):
         self._snapshot = Snapshot.of(self.model)
         self._warned.discard("stale")
         self._say_what_is_not_kron()
+        for note in self.structure.notes(self._fitted.sums):
+            self._warn_once(note, note)
         return self
 
     # ---- evidence and tuning -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from laplace.backprop.record import Recorded, Recorder
 from laplace.backprop.uses import Dense, Use
 from laplace.batches import Inputs
 from laplace.budget import Budget
-from laplace.curvature.hessian import HessianMoments, hessian
+from laplace.curvature.hessian import HessianMoments
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError, quiet
 from laplace.replica import replicate
@@ -126,15 +126,13 @@ class NetworkForward:
         for i, (part, batched) in enumerate(self._parts(curvature.root())):
             yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
 
-    def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> HessianMoments:
+    def hessian(self, loss: Callable[[Tensor], Tensor]) -> HessianMoments:
         """Second derivatives of a loss of the outputs in all parameters."""
-        layout = self.network.weights.layout
         named = dict(self.network.replica.named_parameters())
+        parameters = [named[name] for name in self.network.weights.layout.names]
+        chunk = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 4, share=0.5)
         with torch.enable_grad():
-            value = loss(self.f.to(self.dtype))
-            chunk = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 4, share=0.5)
-            h = hessian(value, [named[name] for name in layout.names], diagonal, chunk)
-        return HessianMoments(h.to(self.dtype), layout.sizes)
+            return HessianMoments(loss(self.f.to(self.dtype)), parameters, chunk, self.dtype)
 
     def jacobian(self, outputs: Tensor | None = None) -> NetworkJacobian:
         """Gradients of the unit vectors of output space, (C, N, C), or of the asked ones."""
@@ -144,10 +142,8 @@ class NetworkForward:
         return NetworkJacobian(self._uses(v, self._batched(len(v)), first=True), self.network)
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
-        """J step: gradients of the outputs times the step, tensor by tensor."""
-        parts = self.network.weights.layout.split(steps)
-        uses = self.jacobian().parameters
-        return torch.stack([use.along(part) for use, part in zip(uses, parts, strict=True)]).sum(0)
+        """J step."""
+        return self.jacobian().along(steps)
 
     def perturbed(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """The network run with each of the moved weights, on the replica's shared memory: nothing is written to."""
@@ -175,7 +171,7 @@ class NetworkForward:
             yield v[1:3], True
             v = v[3:]
         batched = self._batched(len(v))
-        yield from ((part, batched and len(part) > 1) for part in v.split(min(fit, len(v)) if batched else 1))
+        yield from ((part, batched and len(part) > 1) for part in v.split(fit))
 
     def _uses(self, v: Tensor, batched: bool, first: bool) -> list[Use]:  # v: (K, N, C)
         start = time.process_time()
@@ -248,6 +244,24 @@ class NetworkMoments:
         assert total is not None
         return total
 
+    def products(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
+        """Coefficients <G, u> of all parameters together, sent back; some examples at a time."""
+        vectors, n = vectors.to(self.parameters[0].g), self.parameters[0].shape[1]
+        each = sum(use.load(len(vectors)) for use in self.parameters)
+        step = self.network.budget.count(4 * each, share=0.25)
+        total = None
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            uses = [use.settled(part) for use in self.parameters]
+            coefficients = _along(uses, vectors, self.network)
+            term = torch.cat([use.back(coefficients) for use in uses], 1)
+            total = term if total is None else total.add_(term)
+        assert total is not None
+        return total
+
+    def trace(self) -> Tensor:
+        return torch.stack([use.trace() for use in self.parameters]).sum()
+
 
 class NetworkJacobian:
     """The Jacobian of the outputs in all parameters; written out for a dense posterior only, in chunks of examples."""
@@ -272,6 +286,10 @@ class NetworkJacobian:
         parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
         return torch.cat(parts, 1).permute(2, 1, 0)
 
+    def along(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
+        """Gradients of the outputs times the step, tensor by tensor."""
+        return _along(self.parameters, steps, self.network)
+
     def _rows(self) -> Iterator[Tensor]:
         return _rows(self.parameters, self.network.budget)
 
@@ -279,6 +297,16 @@ class NetworkJacobian:
 def _scale(v: Tensor) -> float:
     """A power of two that lifts vectors out of the range in which half precision rounds them to zero."""
     return 2.0 ** (4 - math.ceil(math.log2(max(float(v.abs().max()), 1e-30))))
+
+
+def _along(uses: list[Use], steps: Tensor, network: Network) -> Tensor:  # (S, P) -> (S, N, K)
+    """<G, step> of all parameters together."""
+    total = None
+    for use, part in zip(uses, network.weights.layout.split(steps), strict=True):
+        term = use.along(part)
+        total = term if total is None else total + term
+    assert total is not None
+    return total
 
 
 def _rows(uses: list[Use], budget: Budget) -> Iterator[Tensor]:

@@ -25,6 +25,7 @@ _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
 class Use(ABC):
     """One parameter's gradients for K vectors and N examples."""
 
+    g: Tensor
     form: str
     chunk: int = 2**23  # numbers of G contracted at a time
     first: bool = True
@@ -105,6 +106,24 @@ class Use(ABC):
     def along(self, steps: Tensor) -> Tensor:  # (S, p) -> (S, N, K)
         """<G, step>: the change of the outputs to first order."""
         return torch.cat([torch.einsum("knp,sp->snk", self.contracted(part), steps) for part in self.parts()], 1)
+
+    def back(self, coefficients: Tensor) -> Tensor:  # (S, N, K) -> (S, p)
+        """sum of coefficient times G over examples and vectors: the transpose of `along`."""
+        parts = [torch.einsum("snk,knp->sp", coefficients[:, p], self.contracted(p)) for p in self.parts()]
+        return torch.stack(parts).sum(0)
+
+    def trace(self) -> Tensor:  # ()
+        """sum of G^2 over everything."""
+        return self.squares().sum()
+
+    def settled(self, part: slice) -> Use:
+        """That of some examples, with G contracted once and for all where it would be contracted at each question."""
+        return Dense(self.contracted(part))
+
+    def load(self, steps: int) -> int:
+        """Numbers per example that `along` and `back` of so many steps take, once settled."""
+        k, _, p = self.shape
+        return k * (p + steps)
 
 
 @dataclass
@@ -261,9 +280,34 @@ class Outer(Use):
     def along(self, steps: Tensor) -> Tensor:
         if self.positions > 1:
             return super().along(steps)
-        u = steps.unflatten(1, (self.g.shape[2], self.g.shape[3], -1))  # (S, Gr, O, I)
-        moved = torch.einsum("nvi,svoi->snvo", self._all()[..., 0], u)
-        return torch.einsum("knvo,snvo->snk", self.g[..., 0], moved)
+        _, n, groups, o, _ = self.g.shape
+        a, found = self._all()[..., 0], []
+        for part in steps.unflatten(1, (groups, o, -1)).split(max(1, self.chunk // (n * groups * o))):
+            moved = torch.einsum("nvi,svoi->snvo", a, part)
+            found.append(torch.einsum("knvo,snvo->snk", self.g[..., 0], moved))
+        return torch.cat(found)
+
+    def back(self, coefficients: Tensor) -> Tensor:
+        if self.positions > 1:
+            return super().back(coefficients)
+        sent = torch.einsum("snk,knvo->snvo", coefficients, self.g[..., 0])
+        return torch.einsum("snvo,nvi->svoi", sent, self._all()[..., 0]).flatten(1)
+
+    def trace(self) -> Tensor:
+        if self.positions > 1:
+            return super().trace()
+        return (self.g[..., 0].square().sum((0, 3)) * self._all()[..., 0].square().sum(2)).sum()
+
+    def settled(self, part: slice) -> Use:
+        if self.positions > 1:
+            return super().settled(part)
+        return replace(self, a=Stored(self.a.read(part)), g=self.g[:, part], twin=None)
+
+    def load(self, steps: int) -> int:
+        if self.positions > 1:
+            return super().load(steps)
+        k, _, groups, o, _ = self.g.shape
+        return groups * ((k + steps) * o + self.a.shape[2]) + k * steps
 
     def _all(self) -> Tensor:  # (N, Gr, I, T)
         return self.a.read(slice(None)).to(self.g.dtype)
