@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laplace.algebra import gram
 from laplace.backprop.plan import Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
-from laplace.backprop.uses import Dense, Use
+from laplace.backprop.uses import Dense, Use, Written
 from laplace.batches import Inputs
 from laplace.budget import Budget
 from laplace.curvature.hessian import HessianMoments, hessian
@@ -136,12 +136,13 @@ class NetworkForward:
             h = hessian(value, [named[name] for name in layout.names], diagonal, chunk)
         return HessianMoments(h.to(self.dtype), layout.sizes)
 
-    def jacobian(self, outputs: Tensor | None = None) -> NetworkJacobian:
+    def jacobian(self, outputs: Tensor | None = None) -> Written:
         """Gradients of the unit vectors of output space, (C, N, C), or of the asked ones."""
         n, c = self.f.shape
         eye = torch.eye(c, dtype=self.dtype, device=self.f.device)
         v = (eye if outputs is None else eye[outputs]).unsqueeze(1).expand(-1, n, -1)
-        return NetworkJacobian(self._uses(v, self._batched(len(v)), first=True), self.network)
+        uses = self._uses(v, self._batched(len(v)), first=True)
+        return Written(uses, lambda: _rows(uses, self.network.budget))
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """J step: gradients of the outputs times the step, tensor by tensor."""
@@ -247,33 +248,6 @@ class NetworkMoments:
             total = term if total is None else total.add_(term)
         assert total is not None
         return total
-
-
-class NetworkJacobian:
-    """The Jacobian of the outputs in all parameters; written out for a dense posterior only, in chunks of examples."""
-
-    def __init__(self, parameters: list[Use], network: Network) -> None:
-        self.parameters, self.network = parameters, network
-
-    def variance(self, covariance: Tensor) -> Tensor:
-        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
-        return torch.cat(parts)
-
-    def covariance(self, covariance: Tensor) -> Tensor:
-        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
-
-    def joint(self, covariance: Tensor) -> Tensor:
-        j = torch.cat([part.transpose(0, 1) for part in self._rows()])  # (N, C, P)
-        n, c, p = j.shape
-        rows = j.reshape(n * c, p)
-        return (rows @ covariance @ rows.T).reshape(n, c, n, c)
-
-    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
-        parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
-        return torch.cat(parts, 1).permute(2, 1, 0)
-
-    def _rows(self) -> Iterator[Tensor]:
-        return _rows(self.parameters, self.network.budget)
 
 
 def _scale(v: Tensor) -> float:

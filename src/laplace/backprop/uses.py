@@ -8,7 +8,7 @@ while predicting, where the k are the outputs). G is contracted for some example
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -20,6 +20,7 @@ from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
 
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
+_ALL = slice(None)
 
 
 class Use(ABC):
@@ -43,12 +44,13 @@ class Use(ABC):
     def contracted(self, part: slice) -> Tensor:  # (K, n, p)
         """G of some examples."""
 
-    def parts(self) -> Iterator[slice]:
+    def parts(self, among: slice = _ALL) -> Iterator[slice]:
         """Slices of examples whose G is small enough."""
         k, n, p = self.shape
+        first, last, _ = among.indices(n)
         step = max(1, self.chunk // max(1, k * p))
-        for start in range(0, n, step):
-            yield slice(start, min(start + step, n))
+        for start in range(first, last, step):
+            yield slice(start, min(start + step, last))
 
     def squares(self) -> Tensor:  # (p,)
         return torch.stack([self.contracted(part).square().sum((0, 1)) for part in self.parts()]).sum(0)
@@ -102,9 +104,37 @@ class Use(ABC):
         rows = rows.flatten(0, 1)
         return (rows @ rows.T).reshape(n, k, n, k)
 
-    def along(self, steps: Tensor) -> Tensor:  # (S, p) -> (S, N, K)
-        """<G, step>: the change of the outputs to first order."""
-        return torch.cat([torch.einsum("knp,sp->snk", self.contracted(part), steps) for part in self.parts()], 1)
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, K)
+        """<G, step> of some examples: the change of the outputs to first order."""
+        return torch.cat([torch.einsum("knp,sp->snk", self.contracted(s), steps) for s in self.parts(part)], 1)
+
+    def alone(self) -> Written:
+        """The Jacobian in this parameter only."""
+        return Written([self], lambda: (self.contracted(part) for part in self.parts()))
+
+
+class Written:
+    """The Jacobian in some parameters; written out for a dense covariance only, in chunks of examples."""
+
+    def __init__(self, parameters: list[Use], rows: Callable[[], Iterator[Tensor]]) -> None:  # (K, n, P) each
+        self.parameters, self._rows = parameters, rows
+
+    def variance(self, covariance: Tensor) -> Tensor:
+        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
+        return torch.cat(parts)
+
+    def covariance(self, covariance: Tensor) -> Tensor:
+        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
+
+    def joint(self, covariance: Tensor) -> Tensor:
+        j = torch.cat([part.transpose(0, 1) for part in self._rows()])  # (N, C, P)
+        n, c, p = j.shape
+        rows = j.reshape(n * c, p)
+        return (rows @ covariance @ rows.T).reshape(n, c, n, c)
+
+    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
+        parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
+        return torch.cat(parts, 1).permute(2, 1, 0)
 
 
 @dataclass
@@ -258,12 +288,12 @@ class Outer(Use):
         g = self._turned(spread.left).transpose(0, 1)  # (N, K, Gr * O)
         return (g * self._weights(spread).unsqueeze(1)) @ g.mT
 
-    def along(self, steps: Tensor) -> Tensor:
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
         if self.positions > 1:
-            return super().along(steps)
+            return super().along(steps, part)
         u = steps.unflatten(1, (self.g.shape[2], self.g.shape[3], -1))  # (S, Gr, O, I)
-        moved = torch.einsum("nvi,svoi->snvo", self._all()[..., 0], u)
-        return torch.einsum("knvo,snvo->snk", self.g[..., 0], moved)
+        moved = torch.einsum("nvi,svoi->snvo", self.a.read(part).to(self.g.dtype)[..., 0], u)
+        return torch.einsum("knvo,snvo->snk", self.g[:, part, ..., 0], moved)
 
     def _all(self) -> Tensor:  # (N, Gr, I, T)
         return self.a.read(slice(None)).to(self.g.dtype)

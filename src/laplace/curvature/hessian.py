@@ -26,8 +26,10 @@ class HessianMoments:
 
     @property
     def parameters(self) -> list[HessianOf]:
-        diagonal = self.h if self.h.dim() == 1 else self.h.diagonal()
-        return [HessianOf(part) for part in diagonal.split(list(self.sizes))]
+        sizes = list(self.sizes)
+        if self.h.dim() == 1:
+            return [HessianOf(part) for part in self.h.split(sizes)]
+        return [HessianOf(rows.split(sizes, 1)[i]) for i, rows in enumerate(self.h.split(sizes))]
 
     def gram(self) -> Tensor:
         return self.h
@@ -37,15 +39,18 @@ class HessianMoments:
 
 
 class HessianOf:
-    """The Hessian's diagonal for one parameter."""
+    """The Hessian's block for one parameter."""
 
     form, first = "dense", True
 
-    def __init__(self, diagonal: Tensor) -> None:
-        self.diagonal, self.weights = diagonal, len(diagonal)
+    def __init__(self, h: Tensor) -> None:  # (p, p), or its diagonal (p,)
+        self.h, self.weights = h, len(h)
+
+    def gram(self) -> Tensor:
+        return self.h
 
     def squares(self) -> Tensor:
-        return self.diagonal
+        return self.h if self.h.dim() == 1 else self.h.diagonal()
 
 
 def hessian(loss: Tensor, parameters: Sequence[Tensor], diagonal: bool, chunk: int) -> Tensor:
