@@ -57,8 +57,8 @@ class Laplace(Predictable, Readable):
     model              the trained network; it is never changed
     likelihood         'classification', 'regression', or a likelihood object
     subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
-    hessian_structure  'kron', 'diag', 'full', or 'lowrank': the `rank` (20) largest eigenvalues of all weights' curvature
-                       together, or those above `tol` times the largest
+    hessian_structure  'kron', 'diag', 'block', 'full', or 'lowrank': the `rank` (20) largest eigenvalues of the
+                       curvature of all weights together, or those above `tol` times the largest
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
     """
 

@@ -155,7 +155,8 @@ class Readable(ABC):
             eye = torch.eye(self.n_params, dtype=self.mean.dtype, device=self.mean.device)
             return self.posterior.gaussian.color(eye).T
         raise UnsupportedError(
-            f"{self._fit.structure.name} keeps no scale matrix. There is: sample(), posterior_variance, posterior_covariance."
+            f"{self._fit.structure.name} keeps no scale matrix. There is: sample(), posterior_variance, "
+            "posterior_covariance."
         )
 
     def square_norm(self, value: Tensor) -> Tensor:  # (P,) or (S, P)

@@ -142,6 +142,14 @@ class JacobianOf(Protocol):
         """J S J^T over all examples together, (N, C, N, C)."""
         ...
 
+    def along(self, steps: Tensor, part: slice = ...) -> Tensor:
+        """J step for some examples, (S, p) -> (S, n, C)."""
+        ...
+
+    def alone(self) -> Jacobian:
+        """The same as the Jacobian of all parameters there are: for a dense covariance of this one's weights."""
+        ...
+
 
 class Jacobian(Protocol):
     """The Jacobian of the outputs in all tracked parameters."""

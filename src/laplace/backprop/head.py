@@ -25,6 +25,7 @@ from laplace.weights.last_layer import LastLayer, close, is_output
 _CHUNK = 2**24  # elements of an intermediate tensor
 
 _ROWS = 2**24  # numbers of the rows u (x) phi that are written out at a time
+_ALL = slice(None)
 
 
 class Head:
@@ -348,6 +349,13 @@ class HeadJacobianOf:
             dense = torch.einsum("co,nmo,do->nmcd", left.vectors[0], inner, left.vectors[0])
         return dense.transpose(1, 2).expand(self.n, self.c, self.n, self.c)
 
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, C)
+        rows = self.features.expand(self.n, -1)[part]
+        return torch.einsum("ni,sci->snc", rows, steps.unflatten(1, (self.c, -1)))
+
+    def alone(self) -> HeadJacobian:
+        return HeadJacobian([self.features], self.n, self.c)
+
     def _weights(self, spread: Spread) -> Tensor:  # (N, O), or (1, O) for a bias
         return self._squares(spread.right) @ spread.variances[0].T
 
@@ -393,5 +401,8 @@ class Chosen:
     def joint(self, of: Any) -> Tensor:
         return self.whole.joint(of)[:, self.index][..., self.index]
 
-    def along(self, steps: Tensor) -> Tensor:
-        return self.whole.along(steps)[..., self.index]
+    def along(self, steps: Tensor, *part: slice) -> Tensor:
+        return self.whole.along(steps, *part)[..., self.index]
+
+    def alone(self) -> Chosen:
+        return Chosen(self.whole.alone(), self.index)

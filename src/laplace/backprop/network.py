@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laplace.algebra import gram
 from laplace.backprop.plan import Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
-from laplace.backprop.uses import Dense, Use
+from laplace.backprop.uses import Dense, Use, Written, along
 from laplace.batches import Inputs
 from laplace.budget import Budget
 from laplace.curvature.hessian import HessianMoments
@@ -134,12 +134,13 @@ class NetworkForward:
         with torch.enable_grad():
             return HessianMoments(loss(self.f.to(self.dtype)), parameters, chunk, self.dtype)
 
-    def jacobian(self, outputs: Tensor | None = None) -> NetworkJacobian:
+    def jacobian(self, outputs: Tensor | None = None) -> Written:
         """Gradients of the unit vectors of output space, (C, N, C), or of the asked ones."""
         n, c = self.f.shape
         eye = torch.eye(c, dtype=self.dtype, device=self.f.device)
         v = (eye if outputs is None else eye[outputs]).unsqueeze(1).expand(-1, n, -1)
-        return NetworkJacobian(self._uses(v, self._batched(len(v)), first=True), self.network)
+        uses = self._uses(v, self._batched(len(v)), first=True)
+        return Written(uses, lambda: _rows(uses, self.network.budget))
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """J step."""
@@ -253,7 +254,7 @@ class NetworkMoments:
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             uses = [use.settled(part) for use in self.parameters]
-            coefficients = _along(uses, vectors, self.network)
+            coefficients = along(uses, vectors)
             term = torch.cat([use.back(coefficients) for use in uses], 1)
             total = term if total is None else total.add_(term)
         assert total is not None
@@ -263,50 +264,9 @@ class NetworkMoments:
         return torch.stack([use.trace() for use in self.parameters]).sum()
 
 
-class NetworkJacobian:
-    """The Jacobian of the outputs in all parameters; written out for a dense posterior only, in chunks of examples."""
-
-    def __init__(self, parameters: list[Use], network: Network) -> None:
-        self.parameters, self.network = parameters, network
-
-    def variance(self, covariance: Tensor) -> Tensor:
-        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
-        return torch.cat(parts)
-
-    def covariance(self, covariance: Tensor) -> Tensor:
-        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
-
-    def joint(self, covariance: Tensor) -> Tensor:
-        j = torch.cat([part.transpose(0, 1) for part in self._rows()])  # (N, C, P)
-        n, c, p = j.shape
-        rows = j.reshape(n * c, p)
-        return (rows @ covariance @ rows.T).reshape(n, c, n, c)
-
-    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
-        parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
-        return torch.cat(parts, 1).permute(2, 1, 0)
-
-    def along(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
-        """Gradients of the outputs times the step, tensor by tensor."""
-        return _along(self.parameters, steps, self.network)
-
-    def _rows(self) -> Iterator[Tensor]:
-        return _rows(self.parameters, self.network.budget)
-
-
 def _scale(v: Tensor) -> float:
     """A power of two that lifts vectors out of the range in which half precision rounds them to zero."""
     return 2.0 ** (4 - math.ceil(math.log2(max(float(v.abs().max()), 1e-30))))
-
-
-def _along(uses: list[Use], steps: Tensor, network: Network) -> Tensor:  # (S, P) -> (S, N, K)
-    """<G, step> of all parameters together."""
-    total = None
-    for use, part in zip(uses, network.weights.layout.split(steps), strict=True):
-        term = use.along(part)
-        total = term if total is None else total + term
-    assert total is not None
-    return total
 
 
 def _rows(uses: list[Use], budget: Budget) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ while predicting, where the k are the outputs). G is contracted for some example
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -20,6 +20,7 @@ from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
 
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
+_ALL = slice(None)
 
 
 class Use(ABC):
@@ -44,12 +45,13 @@ class Use(ABC):
     def contracted(self, part: slice) -> Tensor:  # (K, n, p)
         """G of some examples."""
 
-    def parts(self) -> Iterator[slice]:
+    def parts(self, among: slice = _ALL) -> Iterator[slice]:
         """Slices of examples whose G is small enough."""
         k, n, p = self.shape
+        first, last, _ = among.indices(n)
         step = max(1, self.chunk // max(1, k * p))
-        for start in range(0, n, step):
-            yield slice(start, min(start + step, n))
+        for start in range(first, last, step):
+            yield slice(start, min(start + step, last))
 
     def squares(self) -> Tensor:  # (p,)
         return torch.stack([self.contracted(part).square().sum((0, 1)) for part in self.parts()]).sum(0)
@@ -103,9 +105,9 @@ class Use(ABC):
         rows = rows.flatten(0, 1)
         return (rows @ rows.T).reshape(n, k, n, k)
 
-    def along(self, steps: Tensor) -> Tensor:  # (S, p) -> (S, N, K)
-        """<G, step>: the change of the outputs to first order."""
-        return torch.cat([torch.einsum("knp,sp->snk", self.contracted(part), steps) for part in self.parts()], 1)
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, K)
+        """<G, step> of some examples: the change of the outputs to first order."""
+        return torch.cat([torch.einsum("knp,sp->snk", self.contracted(s), steps) for s in self.parts(part)], 1)
 
     def back(self, coefficients: Tensor) -> Tensor:  # (S, N, K) -> (S, p)
         """sum of coefficient times G over examples and vectors: the transpose of `along`."""
@@ -124,6 +126,37 @@ class Use(ABC):
         """Numbers per example that `along` and `back` of so many steps take, once settled."""
         k, _, p = self.shape
         return k * (p + steps)
+
+    def alone(self) -> Written:
+        """The Jacobian in this parameter only."""
+        return Written([self], lambda: (self.contracted(part) for part in self.parts()))
+
+
+class Written:
+    """The Jacobian in some parameters; written out for a dense covariance only, in chunks of examples."""
+
+    def __init__(self, parameters: list[Use], rows: Callable[[], Iterator[Tensor]]) -> None:  # (K, n, P) each
+        self.parameters, self._rows = parameters, rows
+
+    def variance(self, covariance: Tensor) -> Tensor:
+        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
+        return torch.cat(parts)
+
+    def covariance(self, covariance: Tensor) -> Tensor:
+        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
+
+    def joint(self, covariance: Tensor) -> Tensor:
+        j = torch.cat([part.transpose(0, 1) for part in self._rows()])  # (N, C, P)
+        n, c, p = j.shape
+        rows = j.reshape(n * c, p)
+        return (rows @ covariance @ rows.T).reshape(n, c, n, c)
+
+    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
+        parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
+        return torch.cat(parts, 1).permute(2, 1, 0)
+
+    def along(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
+        return along(self.parameters, steps)
 
 
 @dataclass
@@ -277,14 +310,15 @@ class Outer(Use):
         g = self._turned(spread.left).transpose(0, 1)  # (N, K, Gr * O)
         return (g * self._weights(spread).unsqueeze(1)) @ g.mT
 
-    def along(self, steps: Tensor) -> Tensor:
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
         if self.positions > 1:
-            return super().along(steps)
-        _, n, groups, o, _ = self.g.shape
-        a, found = self._all()[..., 0], []
-        for part in steps.unflatten(1, (groups, o, -1)).split(max(1, self.chunk // (n * groups * o))):
-            moved = torch.einsum("nvi,svoi->snvo", a, part)
-            found.append(torch.einsum("knvo,snvo->snk", self.g[..., 0], moved))
+            return super().along(steps, part)
+        g = self.g[:, part, ..., 0]
+        _, n, groups, o = g.shape
+        a, found = self.a.read(part).to(g.dtype)[..., 0], []
+        for some in steps.unflatten(1, (groups, o, -1)).split(max(1, self.chunk // (n * groups * o))):
+            moved = torch.einsum("nvi,svoi->snvo", a, some)
+            found.append(torch.einsum("knvo,snvo->snk", g, moved))
         return torch.cat(found)
 
     def back(self, coefficients: Tensor) -> Tensor:
@@ -332,6 +366,15 @@ class Outer(Use):
     def _weights(self, spread: Spread) -> Tensor:  # (N, Gr * O)
         squares = _rotate_right(self._all().mT, spread.right).squeeze(2).square()  # (N, Gr, I)
         return torch.einsum("nvi,voi->nvo", squares, spread.variances).flatten(1)
+
+
+def along(uses: list[Use], steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
+    """<G, step> of several parameters together."""
+    parts = zip(uses, steps.split([use.weights for use in uses], 1), strict=True)
+    first, *others = [use.along(part) for use, part in parts]
+    for other in others:
+        first = first + other
+    return first
 
 
 def combined(uses: list[Use]) -> Use:

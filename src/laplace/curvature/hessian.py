@@ -42,38 +42,41 @@ class HessianMoments:
         return torch.cat([_products(self.slope, self.tensors, part) for part in parts]).to(self.dtype)
 
     def gram(self) -> Tensor:
-        return torch.cat([rows for _, rows in self._rows()])
+        return torch.cat([rows for _, rows in self.rows(slice(None))])
 
     @cached_property
     def diagonal(self) -> Tensor:  # (P,)
-        return torch.cat([rows.gather(1, index.unsqueeze(1)).squeeze(1) for index, rows in self._rows()])
+        return torch.cat([rows.gather(1, index.unsqueeze(1)).squeeze(1) for index, rows in self.rows(slice(None))])
 
     def trace(self) -> None:
         """None: it takes a product per weight."""
         return
 
-    def _rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The matrix, some rows at a time, and which."""
+    def rows(self, place: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """The matrix's rows there, some at a time, and which."""
         size = len(self.slope)
         if size > LIMIT:
             raise UnsupportedError(
                 f"an exact Hessian of {size:,} weights needs as many Hessian-vector products; the limit is {LIMIT:,}. "
                 "Take hessian_structure='lowrank', curvature='ggn', or freeze layers with requires_grad_(False)."
             )
-        for index in torch.arange(size, device=self.slope.device).split(self.chunk):
+        for index in torch.arange(size, device=self.slope.device)[place].split(self.chunk):
             yield index, self.products(torch.nn.functional.one_hot(index, size))
 
 
 class HessianOf:
-    """The Hessian's diagonal for one parameter."""
+    """The Hessian's block for one parameter."""
 
     form, first = "dense", True
 
-    def __init__(self, whole: HessianMoments, place: slice) -> None:
-        self.whole, self.place, self.weights = whole, place, place.stop - place.start
+    def __init__(self, of: HessianMoments, place: slice) -> None:
+        self.of, self.place, self.weights = of, place, place.stop - place.start
+
+    def gram(self) -> Tensor:
+        return torch.cat([rows[:, self.place] for _, rows in self.of.rows(self.place)])
 
     def squares(self) -> Tensor:
-        return self.whole.diagonal[self.place]
+        return self.of.diagonal[self.place]
 
 
 def _products(flat: Tensor, parameters: Sequence[Tensor], vectors: Tensor) -> Tensor:  # (K, P) -> (K, P)

@@ -19,8 +19,8 @@ class Diag(BlockDiagonal):
     def block_sums(self, moments: MomentsOf) -> Contribution:
         return {"diag": moments.squares()}
 
-    def block_numbers(self, moments: MomentsOf) -> int:
-        return moments.weights
+    def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
+        return 3 * itemsize * moments.weights
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DiagBlock:
         return DiagBlock((sums["diag"].clamp(min=0) if self.semidefinite else sums["diag"]).to(eigh.dtype), shape)
@@ -43,6 +43,8 @@ class DiagBlock(Block):
 
 class DiagGaussian(BlockGaussian):
     """Independent weights."""
+
+    independent = True
 
     def __init__(self, precision: Tensor, shape: tuple[int, ...]) -> None:
         self.precision, self.shape = precision, shape

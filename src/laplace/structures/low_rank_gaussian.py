@@ -1,7 +1,6 @@
-"""Diagonal plus low rank: the precision s U diag(l) U^T + D of all weights, by Woodbury's identity.
+"""The Gaussian of all weights with precision s U diag(l) U^T + D, by the algebra of a diagonal plus a low rank.
 
-With V = U sqrt(s l), M = V^T D^-1 V and I + M = L L^T (all of size R), the covariance is D^-1 - A A^T with
-A = D^-1 V L^-T: that of the prior alone minus what the data took away. Nothing of size P x P is made.
+Its covariance is that of the prior alone minus what the data took away, D^-1 - Y Y^T, and so are those of outputs.
 """
 
 from __future__ import annotations
@@ -16,18 +15,21 @@ from laplace.backprop.gradients import Jacobian
 from laplace.structures.base import Curvature, Gaussian, Traces
 from laplace.structures.blockdiag import BlockDiagonalGaussian
 from laplace.structures.diag import DiagGaussian
+from laplace.structures.lowrank_algebra import DiagonalPlusLowRank
 from laplace.weights.layout import Layout
+
+_PIECE = 2**22  # numbers of U that are in float64 at a time
 
 
 class LowRankCurvature(Curvature):
     """H = U diag(l) U^T."""
 
     def __init__(self, vectors: Tensor, values: Tensor, layout: Layout) -> None:
-        self.vectors, self.values, self.layout = vectors, values, layout  # U^T: (R, P), l: (R,), not below zero
+        self.vectors, self.values, self.layout = vectors, values, layout  # U^T: (R, P), l: (R,), above zero
 
     @cached_property
     def grams(self) -> Tensor:  # (B, R, R), float64
-        """U_b^T U_b of each tensor's rows, from which M follows for any prior with one precision per tensor."""
+        """U_b^T U_b of each tensor's rows: from these M follows for every prior with one precision per tensor."""
         return torch.stack([part.double() @ part.double().T for part in self.layout.split(self.vectors)])
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> LowRankGaussian:
@@ -37,102 +39,104 @@ class LowRankCurvature(Curvature):
         return (self.vectors.T * self.values) @ self.vectors
 
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
-        low = [g for g in gaussians if isinstance(g, LowRankGaussian) and g.shared is not None]
-        if len(low) < len(gaussians) or not low:
-            yield from super().sweep(jacobian, gaussians)
-            return
-        ones = self.gaussian(self.values.new_ones(()), [self.values.new_ones(())] * len(self.layout.names))
-        squares, along = ones.prior.variance(jacobian), jacobian.along(self.vectors)
-        for g in low:
-            yield squares / g.shared - torch.einsum("qr,rnc->qnc", g.small / g.shared, along).square().sum(0)
+        squares = along = None
+        for gaussian in gaussians:
+            if not isinstance(gaussian, LowRankGaussian) or gaussian.shared is None:
+                yield gaussian.variance(jacobian)
+                continue
+            if squares is None or along is None:  # the same for every precision that all weights share
+                squares, along = gaussian.prior.variance(jacobian) * gaussian.shared, jacobian.along(self.vectors)
+            explained = gaussian.algebra.explained(along / gaussian.shared)
+            yield squares / gaussian.shared - explained.square().sum(0).to(squares)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, R)."""
+        return self.vectors.shape[1], self.vectors.shape[0]
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """U, some rows at a time."""
+        size, rank = self.shape
+        step = max(1, _PIECE // max(1, rank))
+        for start in range(0, size, step):
+            part = slice(start, min(start + step, size))
+            yield part, self.vectors[:, part].T
+
+    def columns(self) -> Iterator[tuple[slice, Tensor]]:
+        """U^T, in one piece."""
+        yield slice(0, self.shape[1]), self.vectors
+
+
+class _ByTensor(DiagonalPlusLowRank):
+    """With one diagonal entry per tensor: M is a sum of few small matrices."""
+
+    def __init__(self, d: Tensor, u: LowRankCurvature, w: Tensor, precision: Sequence[Tensor]) -> None:
+        super().__init__(d, u, w)
+        inverse = torch.stack([p.reshape(()) for p in precision]).double().reciprocal()
+        m = torch.einsum("b,bqr->qr", inverse, u.grams) * self.w.sqrt() * self.w.sqrt().unsqueeze(1)
+        self.inner = torch.eye(len(m), dtype=m.dtype, device=m.device) + m
 
 
 class LowRankGaussian(Gaussian):
     """N(0, (s U diag(l) U^T + D)^-1)."""
 
     def __init__(self, curvature: LowRankCurvature, scale: Tensor, precision: Sequence[Tensor]) -> None:
-        self.curvature, self.layout = curvature, curvature.layout
+        self.layout = curvature.layout
         shapes = zip(precision, self.layout.shapes, self.layout.sizes, strict=True)
         blocks = [DiagGaussian(d.reshape(-1).expand(size), shape) for d, shape, size in shapes]
         self.prior = BlockDiagonalGaussian(blocks, self.layout)  # N(0, D^-1)
-        self.diagonal = torch.cat([block.precision for block in blocks])  # (P,)
+        diagonal, weights = torch.cat([block.precision for block in blocks]), scale * curvature.values
         same = all(d is precision[0] and d.numel() == 1 for d in precision)
         self.shared = precision[0].reshape(()) if same else None  # the one precision of all weights
-        self.roots = (scale * curvature.values).sqrt()  # (R,)
-        self.inner = self._inner(precision)  # M
-        eye = torch.eye(len(self.inner), dtype=self.inner.dtype, device=self.inner.device)
-        self.root = torch.linalg.cholesky(eye + self.inner)  # L
-
-    def _inner(self, precision: Sequence[Tensor]) -> Tensor:  # (R, R), float64
         if all(d.numel() == 1 for d in precision):
-            inverse = torch.stack([d.reshape(()) for d in precision]).double().reciprocal()
-            gram = torch.einsum("b,bqr->qr", inverse, self.curvature.grams)
+            self.algebra = _ByTensor(diagonal, curvature, weights, precision)
         else:
-            scaled = self.curvature.vectors.double() * self.diagonal.double().rsqrt()
-            gram = scaled @ scaled.T
-        roots = self.roots.double()
-        return roots.unsqueeze(1) * gram * roots
-
-    @cached_property
-    def small(self) -> Tensor:  # (R, R)
-        """L^-1 diag(sqrt(s l)), so that A^T is this times U^T D^-1."""
-        return torch.linalg.solve_triangular(self.root, self.roots.double().diag(), upper=False).to(self.roots)
-
-    @cached_property
-    def taken(self) -> Tensor:  # (R, P)
-        """A^T: what the data takes from the prior's covariance is A A^T."""
-        return (self.small @ self.curvature.vectors) / self.diagonal
+            self.algebra = DiagonalPlusLowRank(diagonal, curvature, weights)
 
     def logdet(self) -> Tensor:
-        return self.prior.logdet() + 2 * self.root.diagonal().log().sum()
+        return self.algebra.logdet()
 
     def color(self, eps: Tensor) -> Tensor:
-        """By D^-1/2 (I + W W^T)^-1/2 with W = D^-1/2 V, whose root is symmetric: whatever basis U is in."""
-        values, turn = torch.linalg.eigh(self.inner)
-        root = (values.clamp(min=0) + 1).sqrt()
-        shrink = ((turn / (root * (root + 1))) @ turn.T).to(eps)
-        w = self.roots.unsqueeze(1) * self.curvature.vectors * self.diagonal.rsqrt()  # (R, P)
-        return (eps - (eps @ w.T) @ shrink @ w) * self.diagonal.rsqrt()
+        return self.algebra.color(eps)
 
     def marginal_variances(self) -> Tensor:
-        return self.diagonal.reciprocal() - self.taken.square().sum(0)
+        return self.algebra.marginal_variances()
 
     def quadratic(self, vector: Tensor) -> Tensor:
-        return self.prior.quadratic(vector) + ((vector @ self.curvature.vectors.T) * self.roots).square().sum(-1)
+        return self.algebra.quadratic(vector)
 
     def precision_matrix(self) -> Tensor:
-        v = self.roots.unsqueeze(1) * self.curvature.vectors
-        return self.diagonal.diag() + v.T @ v
+        return self.algebra.precision_matrix()
 
     def covariance_matrix(self) -> Tensor:
-        return self.diagonal.reciprocal().diag() - self.taken.T @ self.taken
+        return self.algebra.covariance_matrix()
 
     def variance(self, jacobian: Jacobian) -> Tensor:
-        return self.prior.variance(jacobian) - jacobian.along(self.taken).square().sum(0)
+        prior = self.prior.variance(jacobian)
+        return prior - self._explained(jacobian).square().sum(0).to(prior)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        along = jacobian.along(self.taken)  # (R, N, C)
-        return self.prior.covariance(jacobian) - torch.einsum("rnc,rnd->ncd", along, along)
+        prior, along = self.prior.covariance(jacobian), self._explained(jacobian)
+        return prior - torch.einsum("rnc,rnd->ncd", along, along).to(prior)
 
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
-        along = jacobian.along(self.taken)
-        return self.prior.product(jacobian, v) - torch.einsum("rnc,rn->nc", along, (along * v).sum(-1))
+        prior, along = self.prior.product(jacobian, v), self._explained(jacobian)
+        return prior - torch.einsum("rnc,rn->nc", along, (along * v).sum(-1)).to(prior)
 
     def joint(self, jacobian: Jacobian) -> Tensor:
-        along = jacobian.along(self.taken)
-        return self.prior.joint(jacobian) - torch.einsum("rnc,rmd->ncmd", along, along)
+        prior, along = self.prior.joint(jacobian), self._explained(jacobian)
+        return prior - torch.einsum("rnc,rmd->ncmd", along, along).to(prior)
 
     def dense_variance(self, jacobians: Tensor) -> Tensor:
-        along = jacobians @ self.taken.T
-        return self.prior.dense_variance(jacobians) - along @ along.mT
+        return self.algebra.covariance_times(jacobians) @ jacobians.mT
 
     def traces(self, groups: str) -> Traces:
-        variances, taken = self.diagonal.double().reciprocal(), self.taken.double()
-        norms = taken.square().sum(0)
-        own = variances * (variances - 2 * norms)  # of |Sigma_gg|^2, what does not come from A_g^T A_g
         if groups == "diag":
-            return variances - norms, (taken.T @ taken).square() + own.diag()
-        sizes = [self.layout.n_params] if groups == "scalar" else self.layout.sizes
-        grams = torch.stack([part @ part.T for part in taken.split(sizes, 1)]).flatten(1)  # (G, R * R)
-        t = torch.stack([part.sum() for part in (variances - norms).split(sizes)])
-        return t, grams @ grams.T + torch.stack([part.sum() for part in own.split(sizes)]).diag()
+            sigma = self.algebra.covariance_matrix().double()
+            return sigma.diagonal(), sigma.square()
+        return self.algebra.traces([self.layout.n_params] if groups == "scalar" else self.layout.sizes)
+
+    def _explained(self, jacobian: Jacobian) -> Tensor:  # (R, N, C), float64
+        """Y^T J^T, whose squares are what the data took from the outputs' variances."""
+        ((_, steps),) = self.algebra.steps()
+        return self.algebra.explained(jacobian.along(steps))

@@ -50,8 +50,9 @@ class LowRank(Structure):
             raise OptionError(f"rank={self.rank} is more than there are uncertain weights: {size}. Give that or less.")
         if self._start is None or self._start.shape[1] != size:
             self._start = start(self._block(size), size)
+        sums: Contribution = {"product": moments.products(self._start)}
         trace = moments.trace()
-        return {"product": moments.products(self._start)} | ({} if trace is None else {"trace": trace})
+        return sums if trace is None else sums | {"trace": trace}
 
     def finish(self, before: Sums, found: Sums) -> Sums:
         first, self._start = self._start, None
@@ -114,8 +115,7 @@ class LowRank(Structure):
         if spectrum.negative:
             yield (
                 f"lowrank dropped {spectrum.negative} negative eigenvalues of the Hessian, the lowest "
-                f"{spectrum.lowest:.3g} (the largest is {float(spectrum.eigenvalues[:1].sum()):.3g}): the weights are at "
-                "no minimum of the loss. See la.spectrum."
+                f"{spectrum.lowest:.3g}: the weights are at no minimum of the loss. See la.spectrum."
             )
         if spectrum.passes >= MOST_PASSES:
             yield (
