@@ -40,18 +40,20 @@ class Krylov:
     def grown(self, product: Tensor) -> tuple[Krylov, Ritz]:  # (B, P)
         """With H times the block; the next block is empty where the basis holds all that H makes of it."""
         basis, m = torch.cat([self.basis, self.block]), len(self.basis)
-        rows = (product @ basis.T).double()  # (B, M + B)
+        rows = product @ basis.T  # (B, M + B)
+        rest = product - rows @ basis
+        rest = rest - (rest @ basis.T) @ basis  # again: rounding left some of it
+        rows = rows.double()
         projected = torch.cat([torch.cat([self.projected, rows[:, :m].T], 1), rows])
         projected = (projected + projected.T) / 2
         values, weights = torch.linalg.eigh(projected)
         values, weights = values.flip(0), weights.flip(1)
-        rest = _without(product, basis)
         q, r = torch.linalg.qr(rest.T)  # (P, B), (B, B)
         left, sizes, right = torch.linalg.svd(r.double())
         residuals = (sizes.unsqueeze(1) * (right @ weights[m:])).norm(dim=0)
         new = sizes > 30 * torch.finfo(product.dtype).eps * values.abs().max()
         block = (q @ left[:, new].to(q)).T
-        block = torch.linalg.qr(_without(block, basis).T)[0].T  # once more: what is small was magnified
+        block = torch.linalg.qr((block - (block @ basis.T) @ basis).T)[0].T  # and again: what is small was magnified
         return Krylov(basis, projected, block), Ritz(values, weights, residuals)
 
     def restarted(self, ritz: Ritz, keep: int) -> Krylov:
@@ -70,10 +72,3 @@ def start(count: int, size: int) -> Tensor:  # (count, size), float64
         return torch.eye(size, dtype=torch.float64)
     random = torch.randn(size, count, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
     return torch.linalg.qr(random)[0].T.contiguous()
-
-
-def _without(rows: Tensor, basis: Tensor) -> Tensor:
-    """The part of each row that is orthogonal to the basis: twice, since rounding leaves some of it the first time."""
-    for _ in range(2):
-        rows = rows - (rows @ basis.T) @ basis
-    return rows

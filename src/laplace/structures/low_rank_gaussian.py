@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Jacobian
+from laplace.errors import UnsupportedError
 from laplace.structures.base import Curvature, Gaussian, Traces
 from laplace.structures.blockdiag import BlockDiagonalGaussian
 from laplace.structures.diag import DiagGaussian
 from laplace.structures.lowrank_algebra import DiagonalPlusLowRank
 from laplace.weights.layout import Layout
 
+LIMIT = 10_000  # weights up to which each one's own precision is tuned
 _PIECE = 2**22  # numbers of U that are in float64 at a time
 
 
@@ -132,6 +134,11 @@ class LowRankGaussian(Gaussian):
 
     def traces(self, groups: str) -> Traces:
         if groups == "diag":
+            if self.layout.n_params > LIMIT:
+                raise UnsupportedError(
+                    f"{self.layout.n_params:,} precisions, one per weight, need a matrix of as many rows to be tuned; "
+                    f"the limit is {LIMIT:,}. Take prior_structure='layerwise', or set prior_precision yourself."
+                )
             sigma = self.algebra.covariance_matrix().double()
             return sigma.diagonal(), sigma.square()
         return self.algebra.traces([self.layout.n_params] if groups == "scalar" else self.layout.sizes)

@@ -27,7 +27,7 @@ _SMALL = {torch.float64: 1e-6, torch.float32: 1e-5}  # residual over largest eig
 
 
 class LowRank(Structure):
-    """The `rank` largest eigenvalues, or all above `tol` times the largest, with their eigenvectors."""
+    """The `rank` largest eigenvalues (and those equal to the last), or all above `tol` times the largest."""
 
     name = "lowrank"
     options = ("rank", "tol")
@@ -71,11 +71,13 @@ class LowRank(Structure):
     def _after(self, krylov: Krylov, product: Tensor, others: Sums) -> Sums:
         krylov, ritz = krylov.grown(product)
         others = others | self._counted(ritz, others)
-        wanted, small = self._wanted(ritz), _SMALL[product.dtype] * ritz.values.abs().max()
-        far = bool((ritz.residuals[:wanted] > small).any()) or (self.tol is not None and wanted == len(ritz.values))
+        small = _SMALL[product.dtype]
+        wanted = self._wanted(ritz.values, 10 * small)
+        far = bool((ritz.residuals[:wanted] > small * ritz.values.abs().max()).any())
+        far |= self.tol is not None and wanted == len(ritz.values)
         if len(krylov.block) and far and int(others["passes"]) < MOST_PASSES:
             width = max(len(product), len(krylov.block))
-            if len(krylov.basis) >= max(_BLOCKS * width, wanted + 3 * width):
+            if len(krylov.basis) >= max(_BLOCKS * width, 2 * wanted):
                 krylov = krylov.restarted(ritz, max(width, wanted + width // 3))
             return others | {"basis": krylov.basis, "projected": krylov.projected, "block": krylov.block}
         found = {"vectors": vectors(krylov, ritz, wanted), "values": ritz.values[:wanted]}
@@ -94,11 +96,14 @@ class LowRank(Structure):
         count, lowest = torch.maximum(count, others["negative"]), torch.minimum(lowest, others["lowest"])
         return {"passes": others["passes"] + 1, "negative": count, "lowest": lowest}
 
-    def _wanted(self, ritz: Ritz) -> int:
+    def _wanted(self, values: Tensor, close: float) -> int:
         """How many of the pairs are to be kept; those that are zero but for rounding are not."""
         least = 10 * torch.finfo(torch.float64).eps if self.tol is None else self.tol
-        count = int((ritz.values > least * ritz.values.abs().max()).sum())
-        return count if self.tol is not None else min(count, self.rank or RANK)
+        positive = values[values > least * values.abs().max()]
+        if self.tol is not None or len(positive) <= (self.rank or RANK):
+            return len(positive)
+        last = positive[(self.rank or RANK) - 1]
+        return int((positive > (1 - close) * last).sum())  # equal ones go together: which of them would be arbitrary
 
     def _block(self, size: int) -> int:
         """Vectors multiplied in one run: half as many again as are kept; all there are where those are few."""
