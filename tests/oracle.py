@@ -234,3 +234,11 @@ def jacobian_loop(model: nn.Module, names: list[str], x: Tensor) -> Tensor:
             per_output.append(torch.cat([g.flatten() for g in flat]))
         rows.append(torch.stack(per_output))
     return torch.stack(rows)
+
+
+def top_eigenpairs(h: Tensor, rank: int | None = None, tol: float | None = None) -> tuple[Tensor, Tensor]:
+    """The `rank` largest eigenvalues of H, or all above `tol` times the largest, and U diag(l) U^T of these."""
+    values, vectors = torch.linalg.eigh(h)
+    values, vectors = values.flip(0), vectors.flip(1)
+    count = rank if tol is None else int((values > tol * values[0]).sum())
+    return values[:count], (vectors[:, :count] * values[:count]) @ vectors[:, :count].T

@@ -269,7 +269,7 @@ def test_an_indefinite_hessian_names_the_prior_that_repairs_it():
 
 def test_the_hessian_of_the_last_layer_is_its_ggn_in_every_structure():
     model, x, y, _ = build("mlp", "classification")
-    for structure in ("full", "kron", "diag"):
+    for structure in ("full", "kron", "diag", "lowrank"):
         one, two = (
             Laplace(model, "classification", hessian_structure=structure, curvature=kind).fit(cut(x, y, 4))
             for kind in ("ggn", "hessian")

@@ -173,6 +173,14 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         ({"likelihood": "poisson"}, r"likelihood='poisson'.*'regression', 'classification'"),
         ({"damping": "some"}, r"damping='some'.*False, True, 'balanced'"),
         ({"hessian_structure": "diag", "damping": True}, "belongs to hessian_structure='kron'"),
+        ({"rank": 3}, "rank=3 belongs to hessian_structure='lowrank'"),
+        ({"tol": 0.1}, "tol=0.1 belongs to hessian_structure='lowrank'"),
+        ({"hessian_structure": "lowrank", "rank": 3, "tol": 0.1}, "rank=3 and tol=0.1: give one of them"),
+        ({"hessian_structure": "lowrank", "rank": 0}, "rank=0 must be a whole number of at least 1"),
+        ({"hessian_structure": "lowrank", "rank": 2.5}, "rank=2.5 must be a whole number"),
+        ({"hessian_structure": "lowrank", "tol": 1.0}, "tol=1.0 must lie between 0 and 1"),
+        ({"hessian_structure": "lowrank", "tol": 0}, "tol=0 must lie between 0 and 1"),
+        ({"hessian_structure": "lowrank", "tol": "some"}, "tol='some' must lie between 0 and 1"),
         ({"temperature": 0}, "temperature must be positive"),
         ({"curvature_samples": 0}, "curvature_samples=0"),
         ({"backend": int}, "does not say which curvature"),
@@ -194,7 +202,6 @@ def test_an_unknown_option_lists_the_valid_ones(options, says):
 @pytest.mark.parametrize(
     "options",
     [
-        {"hessian_structure": "lowrank"},
         {"hessian_structure": "gp"},
         {"likelihood": "reward_modeling"},
     ],

@@ -110,6 +110,9 @@ def _options(la: Laplace) -> dict[str, Any]:
     damping, sharing = (getattr(la.structure, key, None) for key in ("damping", "weight_sharing"))
     structure = la.structure.name + (f", damping {damping!r}" if damping else "")
     structure += ", reduce" if sharing == "reduce" else ""
+    for key in ("rank", "tol"):
+        value = getattr(la.structure, key, None)
+        structure += "" if value is None else f", {key} {value:g}"
     return {
         "likelihood": la.likelihood.name,
         "structure": structure,

@@ -63,9 +63,10 @@ def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
     rows = []
     for name, shape, size in zip(fit.layout.names, fit.layout.tensor_shapes, fit.layout.sizes, strict=True):
         own = {key.rpartition("/")[2]: value for key, value in fit.sums.items() if key.rpartition("/")[0] == name}
-        if "H" in fit.sums:
-            share = size / fit.layout.n_params
-            kept, size_in_bytes = "full", round(share * fit.sums["H"].nbytes)
+        whole = fit.sums.get("H", fit.sums.get("vectors"))  # of all tensors together
+        if whole is not None:
+            kept = "full" if "H" in fit.sums else f"lowrank {len(whole)}"
+            size_in_bytes = round(size / fit.layout.n_params * whole.nbytes)
         else:
             kept, size_in_bytes = _kept(own), sum(value.nbytes for value in own.values())
         rule = "last layer" if fit.linear else "not run yet" if plan is None else plan.rule_of(name)

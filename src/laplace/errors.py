@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -68,6 +69,17 @@ def choice(value: object, valid: Iterable[str], what: str, to_come: Iterable[str
     if word in to_come:
         raise UnsupportedError(f"{what}={word!r} is not built yet. There is: {listed}.")
     raise OptionError(f"{what}={shown(value)} is not an option. Valid: {listed}.")
+
+
+def whole_number(value: object, what: str, least: int = 1) -> int:
+    """A whole number that is large enough."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise OptionError(f"{what}={shown(value)} must be a whole number of at least {least}.")
+    return number
 
 
 def shown(value: object) -> str:

@@ -54,7 +54,8 @@ class Accumulator:
     ) -> None:
         self.engine, self.likelihood, self.structure, self.layout = engine, likelihood, structure, layout
         self.kind, self.samples, self.generator, self.budget = kind, samples, generator, budget
-        self.sums: dict[str, Any] = {}
+        self.sums: dict[str, Any] = {}  # of this run over the data
+        self.totals: Sums = {}  # after all runs so far
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
         self._pending: list[Moments] = []
@@ -82,6 +83,7 @@ class Accumulator:
                 self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
                 self._restore_generator()
                 batches = again()
+        self._finish()
         dtype = self._like.dtype
         while (further := self.structure.further(self.totals, self.layout, dtype)) is not None:
             assert again is not None
@@ -92,6 +94,7 @@ class Accumulator:
                     f"the training loader gave {self._n_before} examples at first and {self.n_data} when read again; "
                     f"hessian_structure={self.structure.name!r} needs the same ones. Leave out samplers that vary."
                 )
+            self._finish()
 
     def _rewind(self, further: Pass) -> None:
         """Count the same data once more, with the same draws, for another run's sums."""
@@ -103,13 +106,12 @@ class Accumulator:
         if self.generator is not None and self._state is not None:
             self.generator.set_state(self._state)
 
-    @property
-    def totals(self) -> Sums:
-        """The structure's sums over all runs so far."""
+    def _finish(self) -> None:
+        """Make of the run over the data what the structure makes of it."""
         with torch.no_grad():
             self._take()
             found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
-            return self.pass_.finish(self._before, found)
+            self.totals = self.pass_.finish(self._before, found)
 
     def _add(self, batches: Iterable[Batch]) -> None:
         """Run all batches, small ones together, and add what they leave."""
@@ -173,7 +175,7 @@ class Accumulator:
 
     def _moments(self, forward: Forward, y: Tensor) -> Iterator[Moments]:
         if self.kind == "hessian":
-            exact = forward.hessian(lambda f: -self.likelihood.log_prob(f, y).sum(), self.structure.name == "diag")
+            exact = forward.hessian(lambda f: -self.likelihood.log_prob(f, y).sum())
             if exact is not None:
                 yield exact
                 return

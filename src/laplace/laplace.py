@@ -27,6 +27,7 @@ from laplace.errors import (
     UnsupportedError,
     choice,
     warn,
+    whole_number,
 )
 from laplace.fitting import Accumulator, check_finite
 from laplace.likelihoods import Likelihood, likelihood_named
@@ -39,7 +40,6 @@ from laplace.options import (
     require_served,
     samples_of,
     structure_named,
-    whole_number,
 )
 from laplace.posterior import Fit, Posterior
 from laplace.precision import plainly
@@ -58,7 +58,8 @@ class Laplace(Predictable, Readable):
     likelihood         'classification', 'regression', or a likelihood object
     subset_of_weights  'last_layer', 'all' (parameters with requires_grad), 'subnetwork' (with `subnetwork_indices`),
                        globs over names of parameters and modules, or a predicate (name, parameter) -> bool
-    hessian_structure  'kron', 'diag' or 'full'
+    hessian_structure  'kron', 'diag', 'block', 'full', or 'lowrank': the `rank` (20) largest eigenvalues of the
+                       curvature of all weights together, or those above `tol` times the largest
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
     """
 
@@ -83,6 +84,8 @@ class Laplace(Predictable, Readable):
         subnetwork_indices: Tensor | None = None,
         damping: bool | str = False,
         weight_sharing: str = "expand",
+        rank: int | float | None = None,
+        tol: float | None = None,
         memory_budget: int | None = None,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
@@ -97,7 +100,7 @@ class Laplace(Predictable, Readable):
         self._subset = subset_named(subset_of_weights, subnetwork_indices, last, model)
         self.subset_of_weights = subset_of_weights
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
-        options = {"damping": damping, "weight_sharing": weight_sharing}
+        options = {"damping": damping, "weight_sharing": weight_sharing, "rank": rank, "tol": tol}
         self.structure = structure_named(hessian_structure, options, self.curvature, self._subset.label)
         if isinstance(self._subset, Choice):
             require_served(self.structure, self._subset.select(model).layout)
@@ -204,6 +207,8 @@ class Laplace(Predictable, Readable):
         self._snapshot = Snapshot.of(self.model)
         self._warned.discard("stale")
         self._say_what_is_not_kron()
+        for note in self.structure.notes(self._fitted.sums):
+            self._warn_once(note, note)
         return self
 
     # ---- evidence and tuning -----------------------------------------------------------------------------------

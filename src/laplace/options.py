@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
 from laplace.curvature import CURVATURES
-from laplace.errors import OptionError, UnsupportedError, choice, shown
+from laplace.errors import OptionError, UnsupportedError, choice, shown, whole_number
 from laplace.structures import STRUCTURES, Structure
 from laplace.weights.layout import Layout
 
-_DEFAULTS: Final[dict[str, Any]] = {"damping": False, "weight_sharing": "expand"}  # structures' options: not given
+_DEFAULTS: Final[dict[str, Any]] = {  # structures' options: not given
+    "damping": False,
+    "weight_sharing": "expand",
+    "rank": None,
+    "tol": None,
+}
 _TO_COME: Final = {
     "n_subset": "hessian_structure='gp'",
     "independent_outputs": "hessian_structure='gp'",
@@ -25,7 +29,7 @@ _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 def structure_named(name: str, options: Mapping[str, Any], curvature: str, subset: str) -> Structure:
     """The structure of that name with its own options; those of other structures must be left alone."""
-    name = choice(name, STRUCTURES, "hessian_structure", to_come=("lowrank", "gp"))
+    name = choice(name, STRUCTURES, "hessian_structure", to_come=("gp",))
     choice(options["weight_sharing"], ["expand", "reduce"], "weight_sharing")
     made = STRUCTURES[name]
     for key, value in options.items():
@@ -92,17 +96,6 @@ def pred_type_named(name: str) -> str:
 def method_named(name: str) -> str:
     """'marglik' or 'gridsearch'; the paper's 'CV' is the latter."""
     return choice("gridsearch" if name == "CV" else name, ["marglik", "gridsearch"], "method")
-
-
-def whole_number(value: object, what: str, least: int = 1) -> int:
-    """A whole number that is large enough."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise OptionError(f"{what}={shown(value)} must be a whole number of at least {least}.")
-    return number
 
 
 def generator_or_none(generator: Any) -> torch.Generator | None:

@@ -15,6 +15,7 @@ from laplace.posterior import Fit, Posterior
 from laplace.structures import Gaussian
 from laplace.structures.blockdiag import BlockCurvature, BlockDiagonalGaussian
 from laplace.structures.diag import DiagBlock, DiagGaussian
+from laplace.structures.lowrank import Spectrum
 from laplace.weights.layout import Layout
 
 
@@ -79,14 +80,25 @@ class Readable(ABC):
 
     @property
     def H(self) -> Tensor | KroneckerMatrix:
-        """The curvature at unit noise: (P, P) for full, (P,) for diag, an object with to_matrix() for kron."""
+        """The curvature at unit noise: (P, P) for full and lowrank, (P,) for diag, else an object with to_matrix()."""
         curvature = self._fit.curvature
         if not isinstance(curvature, BlockCurvature):
+            self._require_matrix(self.n_params, "the dense matrix of all weights", "spectrum, or posterior_variance")
             return curvature.matrix().clone()
         diagonals = [block.diagonal for block in curvature.blocks if isinstance(block, DiagBlock)]
         if len(diagonals) == len(curvature.blocks):
             return torch.cat(diagonals)
         return self._kronecker(curvature.matrix, None)
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """The eigenvalues that hessian_structure='lowrank' kept of the curvature at unit noise, and what it left."""
+        if self._fit.structure.name != "lowrank":
+            raise UnsupportedError(
+                f"{self._fit.structure.name} keeps no eigenvalues of all weights together; hessian_structure='lowrank' "
+                "does."
+            )
+        return Spectrum.of(self._fit.sums)
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -120,7 +132,7 @@ class Readable(ABC):
 
     @property
     def posterior_precision(self) -> Tensor | KroneckerMatrix:
-        """(P, P) for full, (P,) for diag, an object with to_matrix() and logdet() for kron."""
+        """(P, P) for full and lowrank, (P,) for diag, else an object with to_matrix() and logdet()."""
         return self._shown(self.posterior.gaussian)
 
     @property
@@ -143,7 +155,8 @@ class Readable(ABC):
             eye = torch.eye(self.n_params, dtype=self.mean.dtype, device=self.mean.device)
             return self.posterior.gaussian.color(eye).T
         raise UnsupportedError(
-            "kron keeps no scale matrix. There is: sample(), posterior_variance, posterior_covariance."
+            f"{self._fit.structure.name} keeps no scale matrix. There is: sample(), posterior_variance, "
+            "posterior_covariance."
         )
 
     def square_norm(self, value: Tensor) -> Tensor:  # (P,) or (S, P)
@@ -185,6 +198,7 @@ class Readable(ABC):
 
     def _shown(self, gaussian: Gaussian) -> Tensor | KroneckerMatrix:
         if not isinstance(gaussian, BlockDiagonalGaussian):
+            self._require_matrix(self.n_params, "the dense matrix of all weights", "spectrum, or posterior_variance")
             return gaussian.precision_matrix().clone()
         diagonals = [block.precision for block in gaussian.blocks if isinstance(block, DiagGaussian)]
         if len(diagonals) == len(gaussian.blocks):

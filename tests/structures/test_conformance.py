@@ -20,6 +20,7 @@ from laplace import Laplace
 from laplace.backprop import Forward, Jacobian
 from laplace.batches import Inputs
 from laplace.curvature import CURVATURES
+from laplace.errors import UnsupportedError
 from laplace.posterior import Fit, Posterior, added
 from laplace.prior import Prior
 from laplace.structures import STRUCTURES
@@ -224,6 +225,10 @@ class Conformance:
     def test_fits_on_two_halves_add_up_to_the_whole(self, given):
         x, y = given.data
         la = given.la
+        if given.fit.structure.passes > 1:  # what is kept depends on all data
+            with pytest.raises(UnsupportedError, match=r"override=False.*cannot be added to"):
+                la.fit(cut(x, y, 3), override=False)
+            return
 
         def fit(parts, generator):
             other = Laplace(la.model, la.likelihood, la.subset_of_weights, self.structure,
@@ -308,6 +313,21 @@ def _registered(name: str) -> type[Conformance]:
 
 
 globals().update({f"Test{name.capitalize()}": _registered(name) for name in STRUCTURES})
+
+
+class TestLowRank(Conformance):
+    """Fewer eigenvalues than there are."""
+
+    structure, options = "lowrank", (("rank", 4),)
+
+
+class TestLowRankOfAll(Conformance):
+    """As many as there are weights, but for those without curvature: the same as full."""
+
+    structure, options, kinds = "lowrank", (("tol", 1e-15),), ("ggn",)
+
+    def test_the_curvature_is_that_of_full(self, given, subset, curvature, task):
+        close(given.fit.curvature.matrix(), case("full", subset, curvature, task).fit.curvature.matrix())
 
 
 class TestReducedKron(Conformance):

@@ -116,7 +116,15 @@ class Moments(Protocol):
         ...
 
     def gram(self) -> Tensor:
-        """sum of vec(G) vec(G)^T over all parameters together, (P, P)."""
+        """H = sum of vec(G) vec(G)^T over all parameters together, (P, P)."""
+        ...
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """H times each vector, (S, P) -> (S, P), without H; in the dtype of the gradients, whatever that of vectors."""
+        ...
+
+    def trace(self) -> Tensor | None:
+        """tr H; None where it has no form short of H."""
         ...
 
 
@@ -137,6 +145,14 @@ class JacobianOf(Protocol):
 
     def joint(self, spread: Spread) -> Tensor:
         """J S J^T over all examples together, (N, C, N, C)."""
+        ...
+
+    def along(self, steps: Tensor, part: slice = ...) -> Tensor:
+        """J step for some examples, (S, p) -> (S, n, C)."""
+        ...
+
+    def alone(self) -> Jacobian:
+        """The same as the Jacobian of all parameters there are: for a dense covariance of this one's weights."""
         ...
 
 
@@ -164,6 +180,10 @@ class Jacobian(Protocol):
         """diag(J Q diag(r) Q^T J^T) for G different r: (P, P), (G, P) -> (G, N, C), projecting onto Q once."""
         ...
 
+    def along(self, steps: Tensor) -> Tensor:
+        """J step, (S, P) -> (S, N, C)."""
+        ...
+
 
 class Forward(Protocol):
     """One run of the network on a batch: its outputs, and what can be sent back from them."""
@@ -177,7 +197,7 @@ class Forward(Protocol):
         """What the structures accumulate, for the vectors whose outer products sum to `curvature`, some at a time."""
         ...
 
-    def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> Moments | None:
+    def hessian(self, loss: Callable[[Tensor], Tensor]) -> Moments | None:
         """The exact Hessian of a loss of the outputs; None where it is the GGN."""
         ...
 

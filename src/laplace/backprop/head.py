@@ -25,6 +25,7 @@ from laplace.weights.last_layer import LastLayer, close, is_output
 _CHUNK = 2**24  # elements of an intermediate tensor
 
 _ROWS = 2**24  # numbers of the rows u (x) phi that are written out at a time
+_ALL = slice(None)
 
 
 class Head:
@@ -103,7 +104,7 @@ class HeadForward:
         kept = [a.clone() for a in self.inputs]  # held back for a while, when the batch's own memory may be reused
         yield HeadMoments(kept, curvature, self.outputs.shape[0])
 
-    def hessian(self, loss: Any, diagonal: bool) -> None:
+    def hessian(self, loss: Any) -> None:
         """None: in a last layer the Hessian of these likelihoods is the GGN, in closed form."""
         return
 
@@ -114,11 +115,7 @@ class HeadForward:
 
     def linearised(self, steps: Tensor) -> Tensor:
         """The outputs are linear in the last layer: sum of step_W phi + step_b, (S, P) -> (S, N, C)."""
-        total = steps.new_zeros(())
-        layout = self.weights.layout
-        for a, step, shape in zip(self.inputs, layout.split(steps), layout.shapes, strict=True):
-            total = total + a @ step.unflatten(-1, (shape[0], -1)).mT
-        return total.expand(steps.shape[0], *self.outputs.shape)
+        return _along(self.inputs, steps, *self.outputs.shape)
 
     def perturbed(self, steps: Tensor) -> Tensor:
         """The network with moved weights: exact, from the features of this one run."""
@@ -161,6 +158,20 @@ class HeadMoments:
         for part in parts:
             total += part._gram()
         return total
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """sum over n of J_n^T Lambda_n J_n u, some examples at a time."""
+        vectors = vectors.to(self.features[0])
+        step = max(1, _ROWS // (len(vectors) * self.curvature.n_outputs))
+        total = torch.zeros_like(vectors)
+        for start in range(0, self.n, step):
+            part = self._part(slice(start, min(start + step, self.n)))
+            sent = part.curvature.times(_along(part.features, vectors, part.n, self.curvature.n_outputs)).mT
+            total += torch.cat([(sent @ a.expand(part.n, -1)).flatten(1) for a in part.features], 1)
+        return total
+
+    def trace(self) -> Tensor:
+        return sum((m.squares().sum() for m in self.parameters), start=self.features[0].new_zeros(()))
 
     def _part(self, part: slice) -> HeadMoments:
         if (part.start, part.stop) == (0, self.n):
@@ -270,6 +281,9 @@ class HeadJacobian:
         parts = [torch.einsum("ni,cip->ncp", part, q).square() @ variances.T for part in phi.split(step)]
         return torch.cat(parts).permute(2, 0, 1)
 
+    def along(self, steps: Tensor) -> Tensor:
+        return _along(self.features, steps, self.n, self.c)
+
     def _pairs(self, covariance: Tensor, rows: Tensor, cols: Tensor) -> Tensor:  # (N, pairs)
         """phi^T S[c, :, d, :] phi for the asked pairs (c, d), in chunks of examples."""
         blocks = self._by_output(covariance).transpose(1, 2)[rows, cols]  # (pairs, I, I)
@@ -335,6 +349,13 @@ class HeadJacobianOf:
             dense = torch.einsum("co,nmo,do->nmcd", left.vectors[0], inner, left.vectors[0])
         return dense.transpose(1, 2).expand(self.n, self.c, self.n, self.c)
 
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, C)
+        rows = self.features.expand(self.n, -1)[part]
+        return torch.einsum("ni,sci->snc", rows, steps.unflatten(1, (self.c, -1)))
+
+    def alone(self) -> HeadJacobian:
+        return HeadJacobian([self.features], self.n, self.c)
+
     def _weights(self, spread: Spread) -> Tensor:  # (N, O), or (1, O) for a bias
         return self._squares(spread.right) @ spread.variances[0].T
 
@@ -345,6 +366,15 @@ class HeadJacobianOf:
 
     def _rotate(self, right: Basis | None) -> Tensor:
         return self.features if right is None else self.features @ right.vectors[0]
+
+
+def _along(features: Sequence[Tensor], steps: Tensor, n: int, c: int) -> Tensor:  # (S, P) -> (S, N, C)
+    """J step: sum of step_W phi + step_b."""
+    parts = steps.split([c * a.shape[1] for a in features], -1)
+    total = steps.new_zeros(())
+    for a, part in zip(features, parts, strict=True):
+        total = total + a @ part.unflatten(-1, (c, -1)).mT
+    return total.expand(len(steps), n, c)
 
 
 def _outer(u: Tensor, a: Tensor) -> Tensor:  # (M, C), (M, I) -> (M, C * I)
@@ -370,3 +400,9 @@ class Chosen:
 
     def joint(self, of: Any) -> Tensor:
         return self.whole.joint(of)[:, self.index][..., self.index]
+
+    def along(self, steps: Tensor, *part: slice) -> Tensor:
+        return self.whole.along(steps, *part)[..., self.index]
+
+    def alone(self) -> Chosen:
+        return Chosen(self.whole.alone(), self.index)

@@ -20,10 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laplace.algebra import gram
 from laplace.backprop.plan import Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
-from laplace.backprop.uses import Dense, Use
+from laplace.backprop.uses import Dense, Use, Written, along
 from laplace.batches import Inputs
 from laplace.budget import Budget
-from laplace.curvature.hessian import HessianMoments, hessian
+from laplace.curvature.hessian import HessianMoments
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError, quiet
 from laplace.replica import replicate
@@ -129,29 +129,26 @@ class NetworkForward:
         for i, (part, batched) in enumerate(self._parts(curvature.root())):
             yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
 
-    def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> HessianMoments:
+    def hessian(self, loss: Callable[[Tensor], Tensor]) -> HessianMoments:
         """Second derivatives of a loss of the outputs in all parameters."""
-        layout = self.network.weights.layout
-        named = dict(self.network.replica.named_parameters())
+        named, layout = dict(self.network.replica.named_parameters()), self.network.weights.layout
+        tensors = [named[name] for name in layout.names]
+        numbers = 4 * self.plan.width * self.f.shape[0] + layout.whole.n_params
+        chunk = self.network.budget.count(4 * numbers, share=0.5)
         with torch.enable_grad():
-            value = loss(self.f.to(self.dtype))
-            numbers = 4 * self.plan.width * self.f.shape[0] + layout.whole.n_params
-            chunk = self.network.budget.count(4 * numbers, share=0.5)
-            h = hessian(value, [named[name] for name in layout.names], layout, diagonal, chunk)
-        return HessianMoments(h.to(self.dtype), layout.sizes)
+            return HessianMoments(loss(self.f.to(self.dtype)), tensors, layout, chunk, self.dtype)
 
-    def jacobian(self, outputs: Tensor | None = None) -> NetworkJacobian:
+    def jacobian(self, outputs: Tensor | None = None) -> Written:
         """Gradients of the unit vectors of output space, (C, N, C), or of the asked ones."""
         n, c = self.f.shape
         eye = torch.eye(c, dtype=self.dtype, device=self.f.device)
         v = (eye if outputs is None else eye[outputs]).unsqueeze(1).expand(-1, n, -1)
-        return NetworkJacobian(self._uses(v, self._batched(len(v)), first=True), self.network)
+        uses = self._uses(v, self._batched(len(v)), first=True)
+        return Written(uses, lambda: _rows(uses, self.network.budget))
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
-        """J step: gradients of the outputs times the step, tensor by tensor."""
-        parts = self.network.weights.layout.split(steps)
-        uses = self.jacobian().parameters
-        return torch.stack([use.along(part) for use, part in zip(uses, parts, strict=True)]).sum(0)
+        """J step."""
+        return self.jacobian().along(steps)
 
     def perturbed(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """The network run with each of the moved weights, on the replica's shared memory: nothing is written to."""
@@ -177,7 +174,7 @@ class NetworkForward:
             yield v[1:3], True
             v = v[3:]
         batched = self._batched(len(v))
-        yield from ((part, batched and len(part) > 1) for part in v.split(min(fit, len(v)) if batched else 1))
+        yield from ((part, batched and len(part) > 1) for part in v.split(fit))
 
     def _uses(self, v: Tensor, batched: bool, first: bool) -> list[Use]:  # v: (K, N, C)
         start = time.process_time()
@@ -250,32 +247,23 @@ class NetworkMoments:
         assert total is not None
         return total
 
+    def products(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
+        """Coefficients <G, u> of all parameters together, sent back; some examples at a time."""
+        vectors, n = vectors.to(self.parameters[0].g), self.parameters[0].shape[1]
+        each = sum(use.load(len(vectors)) for use in self.parameters)
+        step = self.network.budget.count(4 * each, share=0.25)
+        total = None
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            uses = [use.settled(part) for use in self.parameters]
+            coefficients = along(uses, vectors)
+            term = torch.cat([use.back(coefficients) for use in uses], 1)
+            total = term if total is None else total.add_(term)
+        assert total is not None
+        return total
 
-class NetworkJacobian:
-    """The Jacobian of the outputs in all parameters; written out for a dense posterior only, in chunks of examples."""
-
-    def __init__(self, parameters: list[Use], network: Network) -> None:
-        self.parameters, self.network = parameters, network
-
-    def variance(self, covariance: Tensor) -> Tensor:
-        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
-        return torch.cat(parts)
-
-    def covariance(self, covariance: Tensor) -> Tensor:
-        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
-
-    def joint(self, covariance: Tensor) -> Tensor:
-        j = torch.cat([part.transpose(0, 1) for part in self._rows()])  # (N, C, P)
-        n, c, p = j.shape
-        rows = j.reshape(n * c, p)
-        return (rows @ covariance @ rows.T).reshape(n, c, n, c)
-
-    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
-        parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
-        return torch.cat(parts, 1).permute(2, 1, 0)
-
-    def _rows(self) -> Iterator[Tensor]:
-        return _rows(self.parameters, self.network.budget)
+    def trace(self) -> Tensor:
+        return torch.stack([use.trace() for use in self.parameters]).sum()
 
 
 def _scale(v: Tensor) -> float:

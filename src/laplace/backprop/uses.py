@@ -9,7 +9,7 @@ are the outputs). G is contracted for some examples at a time, and never kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -22,11 +22,13 @@ from laplace.backprop.gradients import Basis, Spread
 
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
 _WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
+_ALL = slice(None)
 
 
 class Use(ABC):
     """One parameter's gradients for K vectors and N examples."""
 
+    g: Tensor
     form: str
     positions: int = 1  # T
     chunk: int = 2**23  # numbers of G contracted at a time
@@ -50,12 +52,13 @@ class Use(ABC):
     def at(self, index: Tensor) -> Use:  # (p',)
         """Of the weights at some indices alone."""
 
-    def parts(self) -> Iterator[slice]:
+    def parts(self, among: slice = _ALL) -> Iterator[slice]:
         """Slices of examples whose G is small enough."""
         k, n, p = self.shape
+        first, last, _ = among.indices(n)
         step = max(1, self.chunk // max(1, k * p))
-        for start in range(0, n, step):
-            yield slice(start, min(start + step, n))
+        for start in range(first, last, step):
+            yield slice(start, min(start + step, last))
 
     def squares(self) -> Tensor:  # (p,)
         return torch.stack([self.contracted(part).square().sum((0, 1)) for part in self.parts()]).sum(0)
@@ -109,9 +112,58 @@ class Use(ABC):
         rows = rows.flatten(0, 1)
         return (rows @ rows.T).reshape(n, k, n, k)
 
-    def along(self, steps: Tensor) -> Tensor:  # (S, p) -> (S, N, K)
-        """<G, step>: the change of the outputs to first order."""
-        return torch.cat([torch.einsum("knp,sp->snk", self.contracted(part), steps) for part in self.parts()], 1)
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, K)
+        """<G, step> of some examples: the change of the outputs to first order."""
+        return torch.cat([torch.einsum("knp,sp->snk", self.contracted(s), steps) for s in self.parts(part)], 1)
+
+    def back(self, coefficients: Tensor) -> Tensor:  # (S, N, K) -> (S, p)
+        """sum of coefficient times G over examples and vectors: the transpose of `along`."""
+        parts = [torch.einsum("snk,knp->sp", coefficients[:, p], self.contracted(p)) for p in self.parts()]
+        return torch.stack(parts).sum(0)
+
+    def trace(self) -> Tensor:  # ()
+        """sum of G^2 over everything."""
+        return self.squares().sum()
+
+    def settled(self, part: slice) -> Use:
+        """That of some examples, with G contracted once and for all where it would be contracted at each question."""
+        return Dense(self.contracted(part))
+
+    def load(self, steps: int) -> int:
+        """Numbers per example that `along` and `back` of so many steps take, once settled."""
+        k, _, p = self.shape
+        return k * (p + steps)
+
+    def alone(self) -> Written:
+        """The Jacobian in this parameter only."""
+        return Written([self], lambda: (self.contracted(part) for part in self.parts()))
+
+
+class Written:
+    """The Jacobian in some parameters; written out for a dense covariance only, in chunks of examples."""
+
+    def __init__(self, parameters: list[Use], rows: Callable[[], Iterator[Tensor]]) -> None:  # (K, n, P) each
+        self.parameters, self._rows = parameters, rows
+
+    def variance(self, covariance: Tensor) -> Tensor:
+        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
+        return torch.cat(parts)
+
+    def covariance(self, covariance: Tensor) -> Tensor:
+        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
+
+    def joint(self, covariance: Tensor) -> Tensor:
+        j = torch.cat([part.transpose(0, 1) for part in self._rows()])  # (N, C, P)
+        n, c, p = j.shape
+        rows = j.reshape(n * c, p)
+        return (rows @ covariance @ rows.T).reshape(n, c, n, c)
+
+    def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
+        parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
+        return torch.cat(parts, 1).permute(2, 1, 0)
+
+    def along(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
+        return along(self.parameters, steps)
 
 
 @dataclass
@@ -299,12 +351,38 @@ class Outer(Use):
         g = self._turned(spread.left).transpose(0, 1)  # (N, K, Gr * O)
         return (g * self._weights(spread).unsqueeze(1)) @ g.mT
 
-    def along(self, steps: Tensor) -> Tensor:
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
         if self.positions > 1:
-            return super().along(steps)
-        u = steps.unflatten(1, (self.g.shape[2], self.g.shape[3], -1))  # (S, Gr, O, I)
-        moved = torch.einsum("nvi,svoi->snvo", self._all()[..., 0], u)
-        return torch.einsum("knvo,snvo->snk", self.g[..., 0], moved)
+            return super().along(steps, part)
+        g = self.g[:, part, ..., 0]
+        _, n, groups, o = g.shape
+        a, found = self.a.read(part).to(g.dtype)[..., 0], []
+        for some in steps.unflatten(1, (groups, o, -1)).split(max(1, self.chunk // (n * groups * o))):
+            moved = torch.einsum("nvi,svoi->snvo", a, some)
+            found.append(torch.einsum("knvo,snvo->snk", g, moved))
+        return torch.cat(found)
+
+    def back(self, coefficients: Tensor) -> Tensor:
+        if self.positions > 1:
+            return super().back(coefficients)
+        sent = torch.einsum("snk,knvo->snvo", coefficients, self.g[..., 0])
+        return torch.einsum("snvo,nvi->svoi", sent, self._all()[..., 0]).flatten(1)
+
+    def trace(self) -> Tensor:
+        if self.positions > 1:
+            return super().trace()
+        return (self.g[..., 0].square().sum((0, 3)) * self._all()[..., 0].square().sum(2)).sum()
+
+    def settled(self, part: slice) -> Use:
+        if self.positions > 1:
+            return super().settled(part)
+        return replace(self, a=Stored(self.a.read(part)), g=self.g[:, part], twin=None)
+
+    def load(self, steps: int) -> int:
+        if self.positions > 1:
+            return super().load(steps)
+        k, _, groups, o, _ = self.g.shape
+        return groups * ((k + steps) * o + self.a.shape[2]) + k * steps
 
     def _all(self) -> Tensor:  # (N, Gr, I, T)
         return self.a.read(slice(None)).to(self.g.dtype)
@@ -381,6 +459,15 @@ class Entries(Use):
     @cached_property
     def _touched(self) -> tuple[Tensor, Tensor]:
         return self._row.unique(), self._column.unique()
+
+
+def along(uses: list[Use], steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
+    """<G, step> of several parameters together."""
+    parts = zip(uses, steps.split([use.weights for use in uses], 1), strict=True)
+    first, *others = [use.along(part) for use, part in parts]
+    for other in others:
+        first = first + other
+    return first
 
 
 def combined(uses: list[Use]) -> Use:

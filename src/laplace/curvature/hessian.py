@@ -1,11 +1,14 @@
-"""The exact Hessian of -log p(D given theta) at unit noise, by Hessian-vector products: one per weight.
+"""The exact Hessian of -log p(D given theta) at unit noise, by Hessian-vector products.
 
-Unlike the others it is no sum of squares, and may have negative eigenvalues away from an optimum.
+Unlike the others it is no sum of squares, and may have negative eigenvalues away from an optimum. All of it, or its
+diagonal, takes one product per weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,57 +17,67 @@ from torch import Tensor
 from laplace.errors import UnsupportedError, quiet
 from laplace.weights.layout import Layout
 
-LIMIT = 10_000  # weights up to which it is computed
+LIMIT = 10_000  # weights up to which all of it, or its diagonal, is computed
 
 
 class HessianMoments:
-    """H itself, where other curvatures have second moments of gradients."""
+    """The Hessian of one batch's loss, where other curvatures have second moments of gradients."""
 
     held = 2**62
 
-    def __init__(self, h: Tensor, sizes: Sequence[int]) -> None:  # (P, P), or its diagonal (P,)
-        self.h, self.sizes = h, sizes
+    def __init__(self, loss: Tensor, tensors: Sequence[Tensor], layout: Layout, chunk: int, dtype: torch.dtype) -> None:
+        self.tensors, self.layout, self.chunk, self.dtype = tensors, layout, chunk, dtype  # `chunk` products at a time
+        slopes = torch.autograd.grad(loss, tensors, create_graph=True, allow_unused=True)
+        self.slope = layout.join([p * 0 if g is None else g for p, g in zip(tensors, slopes, strict=True)])
 
     @property
     def parameters(self) -> list[HessianOf]:
-        diagonal = self.h if self.h.dim() == 1 else self.h.diagonal()
-        return [HessianOf(part) for part in diagonal.split(list(self.sizes))]
-
-    def gram(self) -> Tensor:
-        return self.h
+        ends = itertools.accumulate(self.layout.sizes)
+        return [HessianOf(self, slice(end - size, end)) for size, end in zip(self.layout.sizes, ends, strict=True)]
 
     def merged(self, others: Sequence[Any]) -> HessianMoments:
         raise NotImplementedError("a Hessian is taken before the next")
 
+    def products(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
+        parts = vectors.to(self.slope).split(self.chunk)
+        return torch.cat([_products(self.slope, self.tensors, self.layout, part) for part in parts]).to(self.dtype)
+
+    def gram(self) -> Tensor:
+        return torch.cat([rows for _, rows in self.rows(slice(None))])
+
+    @cached_property
+    def diagonal(self) -> Tensor:  # (P,)
+        return torch.cat([rows.gather(1, index.unsqueeze(1)).squeeze(1) for index, rows in self.rows(slice(None))])
+
+    def trace(self) -> None:
+        """None: it takes a product per weight."""
+        return
+
+    def rows(self, place: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """The matrix's rows there, some at a time, and which."""
+        size = len(self.slope)
+        if size > LIMIT:
+            raise UnsupportedError(
+                f"an exact Hessian of {size:,} weights needs as many Hessian-vector products; the limit is {LIMIT:,}. "
+                "Take hessian_structure='lowrank', curvature='ggn', or fewer weights with subset_of_weights=."
+            )
+        for index in torch.arange(size, device=self.slope.device)[place].split(self.chunk):
+            yield index, self.products(torch.nn.functional.one_hot(index, size))
+
 
 class HessianOf:
-    """The Hessian's diagonal for one parameter."""
+    """The Hessian's block for one parameter."""
 
     form, first, positions = "dense", True, 1
 
-    def __init__(self, diagonal: Tensor) -> None:
-        self.diagonal, self.weights = diagonal, len(diagonal)
+    def __init__(self, of: HessianMoments, place: slice) -> None:
+        self.of, self.place, self.weights = of, place, place.stop - place.start
+
+    def gram(self) -> Tensor:
+        return torch.cat([rows[:, self.place] for _, rows in self.of.rows(self.place)])
 
     def squares(self) -> Tensor:
-        return self.diagonal
-
-
-def hessian(loss: Tensor, parameters: Sequence[Tensor], layout: Layout, diagonal: bool, chunk: int) -> Tensor:
-    """(P, P), or (P,) with `diagonal`: P Hessian-vector products, `chunk` at a time where they can be batched."""
-    size = layout.n_params
-    if size > LIMIT:
-        raise UnsupportedError(
-            f"an exact Hessian of {size:,} weights needs as many Hessian-vector products; the limit is {LIMIT:,}. Take "
-            "curvature='ggn', or fewer weights with subset_of_weights=."
-        )
-    slopes = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-    flat = layout.join([p * 0 if g is None else g for p, g in zip(parameters, slopes, strict=True)])
-    rows = []
-    for start in range(0, size, chunk):
-        index = torch.arange(start, min(start + chunk, size), device=flat.device)
-        part = _products(flat, parameters, layout, torch.nn.functional.one_hot(index, size).to(flat))
-        rows.append(part.gather(1, index.unsqueeze(1)).squeeze(1) if diagonal else part)
-    return torch.cat(rows).detach()
+        return self.of.diagonal[self.place]
 
 
 def _products(flat: Tensor, parameters: Sequence[Tensor], layout: Layout, vectors: Tensor) -> Tensor:  # (K, P) -> same

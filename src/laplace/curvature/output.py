@@ -60,6 +60,17 @@ class OutputCurvature:
         assert total is not None
         return total
 
+    def times(self, m: Tensor) -> Tensor:  # (S, N, C)
+        """Lambda_n m for each of S vectors per example."""
+        if self.vectors is None:
+            assert self.diagonal is not None
+            return self.diagonal * m
+        if self.sign < 0:  # constants are sent to zero: taken out first, nothing cancels where p is nearly 1
+            assert self.diagonal is not None
+            m = m - m.gather(-1, self.diagonal.argmax(-1, keepdim=True).expand(*m.shape[:-1], 1))
+        outer = self.sign * torch.einsum("knc,snk->snc", self.vectors, torch.einsum("knc,snc->snk", self.vectors, m))
+        return outer if self.diagonal is None else self.diagonal * m + outer
+
     def gram(self) -> Tensor:  # (C, C)
         """Lambda summed over the examples: one matrix product."""
         if self.vectors is None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Final
 
 from laplace.structures.base import Curvature, Gaussian, Pass, Structure, Sums
+from laplace.structures.dense import Dense
 from laplace.structures.diag import Diag
 from laplace.structures.full import Full
 from laplace.structures.kron import Kron
+from laplace.structures.lowrank import LowRank
 
-STRUCTURES: Final[dict[str, type[Structure]]] = {"full": Full, "kron": Kron, "diag": Diag}
+STRUCTURES: Final[dict[str, type[Structure]]] = {
+    "full": Full,
+    "kron": Kron,
+    "diag": Diag,
+    "block": Dense,
+    "lowrank": LowRank,
+}
 
 __all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Pass", "Structure", "Sums"]

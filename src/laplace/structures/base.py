@@ -126,6 +126,10 @@ class Structure(Pass):
         """The next run over the data, given what those before have left; None once all is there."""
         return None
 
+    def notes(self, sums: Sums) -> Iterator[str]:
+        """What the user is warned of after a fit that left these sums."""
+        yield from ()
+
     @abstractmethod
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
         """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition."""

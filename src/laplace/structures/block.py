@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from laplace.structures.base import Traces
 
 class BlockGaussian(ABC):
     """N(0, precision^-1) over the p weights of one tensor."""
+
+    independent: bool = False  # whether its weights are
 
     @abstractmethod
     def logdet(self) -> Tensor:
@@ -43,7 +46,10 @@ class BlockGaussian(ABC):
 
     @abstractmethod
     def traces(self, each: bool) -> Traces:
-        """tr(Sigma) and ||Sigma||_F^2 of the block in float64; Sigma_jj and Sigma_jj^2 of `each` weight on request."""
+        """tr(Sigma) and ||Sigma||_F^2 of the block in float64.
+
+        Of `each` weight on request: Sigma_jj, and all Sigma_jl^2, or Sigma_jj^2 alone where Sigma is diagonal.
+        """
 
 
 class Block(ABC):
@@ -59,3 +65,8 @@ class Block(ABC):
     @abstractmethod
     def matrix(self) -> Tensor:  # (p, p)
         """H, dense."""
+
+    def sweep(self, jacobian: JacobianOf, gaussians: Sequence[BlockGaussian]) -> Iterator[Tensor]:
+        """The output variances under many Gaussians of this block, (N, C) each."""
+        for gaussian in gaussians:
+            yield gaussian.outputs(jacobian, "variance")

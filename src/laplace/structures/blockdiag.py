@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from laplace.algebra import eigh
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
+from laplace.budget import Budget
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.weights.layout import Layout
@@ -27,8 +28,8 @@ class BlockDiagonal(Structure):
         """The factorised block of one tensor from its sums."""
 
     @abstractmethod
-    def block_numbers(self, moments: MomentsOf) -> int:
-        """How many numbers are kept for one tensor."""
+    def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
+        """What one tensor takes: its sums, a batch's share of them, and their decomposition."""
 
     @abstractmethod
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
@@ -39,19 +40,25 @@ class BlockDiagonal(Structure):
         return sum(each), sum(once)
 
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
-        return 3 * itemsize * sum(self.block_numbers(m) for m in moments.parameters)
+        return sum(self.block_bytes(m, itemsize) for m in moments.parameters)
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         named = zip(layout.names, moments.parameters, strict=True)
         return {f"{name}/{key}": value for name, m in named for key, value in self.block_sums(m).items()}
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> BlockCurvature:
-        decompose, parts = Eigh(dtype), {name: {} for name in layout.names}
-        for key, value in sums.items():
-            name, _, kind = key.rpartition("/")
-            parts[name][kind] = value
+        decompose, parts = Eigh(dtype), by_tensor(sums, layout)
         shapes = zip(layout.names, layout.shapes, strict=True)
         return BlockCurvature([self.block(parts[name], shape, decompose) for name, shape in shapes], layout)
+
+
+def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
+    """The sums of each tensor, without its name."""
+    parts: dict[str, Sums] = {name: {} for name in layout.names}
+    for key, value in sums.items():
+        name, _, kind = key.rpartition("/")
+        parts[name][kind] = value
+    return parts
 
 
 class BlockCurvature(Curvature):
@@ -67,6 +74,12 @@ class BlockCurvature(Curvature):
 
     def matrix(self) -> Tensor:
         return torch.block_diag(*[block.matrix() for block in self.blocks])
+
+    def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
+        own = [gaussian.blocks for gaussian in gaussians if isinstance(gaussian, BlockDiagonalGaussian)]
+        triples = zip(self.blocks, jacobian.parameters, zip(*own, strict=True), strict=True)
+        for parts in zip(*[block.sweep(part, of) for block, part, of in triples], strict=True):
+            yield _total(parts)
 
 
 class BlockDiagonalGaussian(Gaussian):
@@ -111,20 +124,35 @@ class BlockDiagonalGaussian(Gaussian):
         return torch.stack([b.covariance_times(j) @ j.mT for b, j in self._with(jacobians)]).sum(0)
 
     def traces(self, groups: str) -> Traces:
+        dense = groups == "diag" and not all(b.independent for b in self.blocks)
+        if dense:
+            self._require_pairs()
         pairs = [b.traces(each=groups == "diag") for b in self.blocks]
         t = torch.cat([t.reshape(-1) for t, _ in pairs])
+        if dense:
+            return t, torch.block_diag(*[m if m.dim() == 2 else m.diag() for _, m in pairs])
         m = torch.cat([m.reshape(-1) for _, m in pairs])
         return (t.sum(0, keepdim=True), m.sum(0, keepdim=True)) if groups == "scalar" else (t, m)
+
+    def _require_pairs(self) -> None:
+        """Newton's method with a precision per weight solves for all of them together."""
+        p, device = self.layout.n_params, self.blocks[0].logdet().device
+        what = f"tuning a prior precision for each of {p:,} weights that depend on each other"
+        Budget().require(4 * 8 * p**2, device, what, "Take prior_structure='layerwise', or hessian_structure='diag'.")
 
     def _with(self, vector: Tensor) -> list[tuple[BlockGaussian, Tensor]]:
         return list(zip(self.blocks, self.layout.split(vector), strict=True))
 
     def _sum(self, jacobian: Jacobian, what: str, *args: Tensor) -> Tensor:
         pairs = zip(self.blocks, jacobian.parameters, strict=True)
-        first, *rest = [block.outputs(part, what, *args) for block, part in pairs]
-        for other in rest:
-            first = first + other
-        return first
+        return _total([block.outputs(part, what, *args) for block, part in pairs])
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    first, *rest = parts
+    for other in rest:
+        first = first + other
+    return first
 
 
 class Eigh:

@@ -19,8 +19,8 @@ class Diag(BlockDiagonal):
     def block_sums(self, moments: MomentsOf) -> Contribution:
         return {"diag": moments.squares()}
 
-    def block_numbers(self, moments: MomentsOf) -> int:
-        return moments.weights
+    def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
+        return 3 * itemsize * moments.weights
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p, t = moments.weights, moments.positions
@@ -47,6 +47,8 @@ class DiagBlock(Block):
 
 class DiagGaussian(BlockGaussian):
     """Independent weights."""
+
+    independent = True
 
     def __init__(self, precision: Tensor, shape: tuple[int, ...]) -> None:
         self.precision, self.shape = precision, shape

@@ -18,6 +18,7 @@ from laplace.errors import OptionError
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
+from laplace.structures.dense import DenseBlock, dense_bytes
 from laplace.structures.diag import DiagBlock
 
 DENSE_LIMIT = 1024  # weights up to which a tensor without a Kronecker form gets a dense block; beyond, a diagonal
@@ -41,7 +42,7 @@ class Kron(BlockDiagonal):
     def block_sums(self, moments: MomentsOf) -> Contribution:
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
-            return {"H": moments.gram()} if small else {"diag": moments.squares()}
+            return {"H": moments.gram().double()} if small else {"diag": moments.squares()}
         b = moments.outputs()
         sums: Contribution = {"B": b}
         if moments.first:
@@ -55,11 +56,12 @@ class Kron(BlockDiagonal):
             sums |= {"count": float(count)}
         return sums
 
-    def block_numbers(self, moments: MomentsOf) -> int:
+    def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
         if moments.form == "dense":
-            return moments.weights**2 if moments.weights <= DENSE_LIMIT else moments.weights
+            small = moments.weights <= DENSE_LIMIT
+            return dense_bytes(moments.weights) if small else 3 * itemsize * moments.weights
         groups, o, i = moments.factors
-        return groups * (o * o + i * i)
+        return 3 * itemsize * groups * (o * o + i * i)
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p = moments.weights
@@ -72,10 +74,8 @@ class Kron(BlockDiagonal):
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         if "diag" in sums:
             return DiagBlock(sums["diag"].clamp(min=0).to(eigh.dtype), shape)
-        if "H" in sums:  # a dense block is one whose second factor is 1
-            one = torch.ones_like(sums["H"][:1, :1])
-            sums = {"A": sums["H"].unsqueeze(0), "B": one.unsqueeze(0), "count": one}
-            return KronBlock(sums, (len(sums["A"][0]),), False, eigh)
+        if "H" in sums:
+            return DenseBlock(sums["H"], shape, eigh.dtype)
         return KronBlock(sums, shape, self.damping, eigh)
 
 

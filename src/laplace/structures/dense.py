@@ -1,0 +1,90 @@
+"""Dense blocks: H of each parameter tensor exactly, nothing between tensors.
+
+A block is the full curvature of its tensor alone, and its algebra is that of `full`: one eigendecomposition for all
+scalar priors, one factorisation for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import JacobianOf, MomentsOf
+from laplace.structures.base import Contribution, Gaussian, Sums, Traces
+from laplace.structures.block import Block, BlockGaussian
+from laplace.structures.blockdiag import BlockDiagonal, Eigh
+from laplace.structures.full import FullCurvature
+from laplace.weights.layout import Layout
+
+
+class Dense(BlockDiagonal):
+    """The p x p block of every tensor."""
+
+    name = "block"
+
+    def block_sums(self, moments: MomentsOf) -> Contribution:
+        return {"H": moments.gram().double()}
+
+    def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
+        return dense_bytes(moments.weights)
+
+    def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DenseBlock:
+        return DenseBlock(sums["H"], shape, eigh.dtype, self.semidefinite)
+
+
+def dense_bytes(weights: int) -> int:
+    """What a dense block takes: in float64, with a batch's share and its decomposition."""
+    return 3 * 8 * weights**2
+
+
+class DenseBlock(Block):
+    """H of one tensor."""
+
+    def __init__(self, h: Tensor, shape: tuple[int, ...], dtype: torch.dtype, semidefinite: bool = True) -> None:
+        self.shape = shape
+        self.whole = FullCurvature(h.double(), Layout(("block",), (shape,)), dtype, semidefinite)
+
+    def gaussian(self, scale: Tensor, precision: Tensor) -> DenseGaussian:
+        return DenseGaussian(self.whole.gaussian(scale, [precision]))
+
+    def matrix(self) -> Tensor:
+        return self.whole.matrix()
+
+    def sweep(self, jacobian: JacobianOf, gaussians: Sequence[BlockGaussian]) -> Iterator[Tensor]:
+        yield from self.whole.sweep(jacobian.alone(), [g.whole for g in gaussians if isinstance(g, DenseGaussian)])
+
+
+class DenseGaussian(BlockGaussian):
+    """A Gaussian over all weights there are, where these are one tensor's."""
+
+    def __init__(self, whole: Gaussian) -> None:
+        self.whole = whole
+
+    def logdet(self) -> Tensor:
+        return self.whole.logdet()
+
+    def color(self, eps: Tensor) -> Tensor:
+        return self.whole.color(eps)
+
+    def marginal_variances(self) -> Tensor:
+        return self.whole.marginal_variances()
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        return self.whole.quadratic(vector)
+
+    def precision_matrix(self) -> Tensor:
+        return self.whole.precision_matrix()
+
+    def covariance_times(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.whole.covariance_matrix()
+
+    def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
+        return getattr(self.whole, what)(jacobian.alone(), *args)
+
+    def traces(self, each: bool) -> Traces:
+        if each:
+            return self.whole.traces("diag")
+        t, m = self.whole.traces("scalar")
+        return t.reshape(()), m.reshape(())

@@ -1,0 +1,182 @@
+"""Low rank: the largest eigenvalues of the curvature of all weights together, H ~ U diag(l) U^T, without H.
+
+The eigenpairs are found by block Krylov iteration, a run over the data for each block of products with H, until the
+residuals of those that are kept are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Moments
+from laplace.errors import OptionError, whole_number
+from laplace.structures.base import Contribution, Pass, Structure, Sums
+from laplace.structures.krylov import Krylov, Ritz, start, vectors
+from laplace.structures.low_rank_gaussian import LowRankCurvature
+from laplace.weights.layout import Layout
+
+RANK = 20  # where neither rank nor tol is given
+DIRECT = 256  # weights up to which all of H is taken
+MOST_PASSES = 30
+_BLOCKS = 6  # of which the basis consists before it is restarted
+_SMALL = {torch.float64: 1e-6, torch.float32: 1e-5}  # residual over largest eigenvalue at which a pair is found
+
+
+class LowRank(Structure):
+    """The `rank` largest eigenvalues (and those equal to the last), or all above `tol` times the largest."""
+
+    name = "lowrank"
+    options = ("rank", "tol")
+    passes = 2
+
+    def __init__(self, rank: int | float | None = None, tol: float | None = None) -> None:
+        if rank is not None and tol is not None:
+            raise OptionError(f"rank={rank!r} and tol={tol!r}: give one of them, a number of eigenvalues or a share.")
+        if tol is not None and not (isinstance(tol, float) and 0 < tol < 1):
+            raise OptionError(
+                f"tol={tol!r} must lie between 0 and 1: eigenvalues above tol times the largest are kept."
+            )
+        self.rank = None if rank is None else whole_number(rank, "rank")
+        self.tol = tol
+        self._start: Tensor | None = None  # drawn once for all batches of the first run
+
+    def sums(self, moments: Moments, layout: Layout) -> Contribution:
+        size = layout.n_params
+        if self.rank is not None and self.rank > size:
+            raise OptionError(f"rank={self.rank} is more than there are uncertain weights: {size}. Give that or less.")
+        if self._start is None or self._start.shape[1] != size:
+            self._start = start(self._block(size), size)
+        sums: Contribution = {"product": moments.products(self._start)}
+        trace = moments.trace()
+        return sums if trace is None else sums | {"trace": trace}
+
+    def finish(self, before: Sums, found: Sums) -> Sums:
+        first, self._start = self._start, None
+        assert first is not None
+        return self._after(Krylov.begun(first.to(found["product"])), found.pop("product"), found)
+
+    def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
+        return None if "vectors" in sums else _Multiplied(sums, self)
+
+    def advanced(self, before: Sums, product: Tensor) -> Sums:
+        """The sums after one more block of products with H."""
+        state = dict(before)
+        krylov = Krylov(*(state.pop(key) for key in ("basis", "projected", "block")))
+        return self._after(krylov, product, state)
+
+    def _after(self, krylov: Krylov, product: Tensor, others: Sums) -> Sums:
+        krylov, ritz = krylov.grown(product)
+        others = others | self._counted(ritz, others)
+        small = _SMALL[product.dtype]
+        wanted = self._wanted(ritz.values, 10 * small)
+        far = bool((ritz.residuals[:wanted] > small * ritz.values.abs().max()).any())
+        far |= self.tol is not None and wanted == len(ritz.values)
+        if len(krylov.block) and far and int(others["passes"]) < MOST_PASSES:
+            width = max(len(product), len(krylov.block))
+            if len(krylov.basis) >= max(_BLOCKS * width, 2 * wanted):
+                krylov = krylov.restarted(ritz, max(width, wanted + width // 3))
+            return others | {"basis": krylov.basis, "projected": krylov.projected, "block": krylov.block}
+        found = {"vectors": vectors(krylov, ritz, wanted), "values": ritz.values[:wanted]}
+        found |= {"residuals": ritz.residuals[:wanted], "cut": ritz.values[wanted : wanted + 1].clamp(min=0).sum()}
+        if len(krylov.basis) == krylov.basis.shape[1]:
+            found["trace"] = ritz.values.sum()
+        return others | found
+
+    def _counted(self, ritz: Ritz, others: Sums) -> Sums:
+        """Runs over the data so far, and the negative eigenvalues seen in any of them."""
+        values = ritz.values
+        negative = values < -1e-9 * values.abs().max() if not self.semidefinite else values < -torch.inf
+        count, lowest = negative.sum(), (values * negative).min()
+        if "passes" not in others:
+            return {"passes": torch.ones_like(count), "negative": count, "lowest": lowest}
+        count, lowest = torch.maximum(count, others["negative"]), torch.minimum(lowest, others["lowest"])
+        return {"passes": others["passes"] + 1, "negative": count, "lowest": lowest}
+
+    def _wanted(self, values: Tensor, close: float) -> int:
+        """How many of the pairs are to be kept; those that are zero but for rounding are not."""
+        least = 10 * torch.finfo(torch.float64).eps if self.tol is None else self.tol
+        positive = values[values > least * values.abs().max()]
+        if self.tol is not None or len(positive) <= (self.rank or RANK):
+            return len(positive)
+        last = positive[(self.rank or RANK) - 1]
+        return int((positive > (1 - close) * last).sum())  # equal ones go together: which of them would be arbitrary
+
+    def _block(self, size: int) -> int:
+        """Vectors multiplied in one run: half as many again as are kept; all there are where those are few."""
+        rank = self.rank or RANK
+        block = rank + max(10, rank // 2)
+        return size if size <= max(DIRECT, _BLOCKS * block) else block
+
+    def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
+        blocks = 1 if self._block(layout.n_params) == layout.n_params else _BLOCKS + 1
+        return (blocks + 4) * self._block(layout.n_params) * layout.n_params * itemsize
+
+    def notes(self, sums: Sums) -> Iterator[str]:
+        spectrum = Spectrum.of(sums)
+        if spectrum.negative:
+            yield (
+                f"lowrank dropped {spectrum.negative} negative eigenvalues of the Hessian, the lowest "
+                f"{spectrum.lowest:.3g}: the weights are at no minimum of the loss. See la.spectrum."
+            )
+        if spectrum.passes >= MOST_PASSES:
+            yield (
+                f"lowrank had not converged after {spectrum.passes} runs over the data: |H u - l u| is up to "
+                f"{float(spectrum.residuals.max()):.3g}. See la.spectrum; another rank= or tol= may cut at a wider gap."
+            )
+
+    def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> LowRankCurvature:
+        return LowRankCurvature(sums["vectors"].to(dtype), sums["values"].to(dtype), layout)
+
+
+class _Multiplied(Pass):
+    """A run over the data that multiplies one more block by H."""
+
+    def __init__(self, before: Sums, structure: LowRank) -> None:
+        self.block, self.structure = before["block"], structure
+
+    def sums(self, moments: Moments, layout: Layout) -> Contribution:
+        return {"product": moments.products(self.block)}
+
+    def finish(self, before: Sums, found: Sums) -> Sums:
+        return self.structure.advanced(before, found["product"])
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What hessian_structure='lowrank' found of the curvature at unit noise, and what it left."""
+
+    eigenvalues: Tensor  # (R,), those kept, from the largest down
+    residuals: Tensor  # (R,), |H u - l u| of each
+    cut: float  # the largest eigenvalue that was not kept, as estimated
+    trace: float | None  # of all of H; None for an exact Hessian, where it would take a product per weight
+    negative: int  # eigenvalues of an exact Hessian that were dropped for being negative, as far as seen
+    lowest: float  # the most negative of them
+    passes: int  # runs over the data
+
+    @classmethod
+    def of(cls, sums: Sums) -> Spectrum:
+        """Read off the sums that a fit leaves."""
+        trace = float(sums["trace"]) if "trace" in sums else None
+        numbers = (int(sums["negative"]), float(sums["lowest"]), int(sums["passes"]))
+        return cls(sums["values"].clone(), sums["residuals"].clone(), float(sums["cut"]), trace, *numbers)
+
+    @property
+    def share(self) -> float | None:
+        """The kept eigenvalues' part of the trace."""
+        return None if self.trace is None else float(self.eigenvalues.sum()) / self.trace
+
+    def __repr__(self) -> str:
+        values, n = self.eigenvalues, len(self.eigenvalues)
+        kept = f"{n}, from {float(values[0]):.4g} to {float(values[-1]):.4g}" if n else "none: the curvature is zero"
+        whole = "unknown" if self.trace is None else f"{self.trace:.4g}, of which {self.share:.1%} are kept"
+        rows = [("kept", kept), ("largest cut", f"{self.cut:.4g}"), ("trace", whole)]
+        if n:
+            rows.append(("residuals", f"up to {float(self.residuals.max()):.1e}"))
+        if self.negative:
+            rows.append(("negative", f"{self.negative} dropped, the lowest {self.lowest:.4g}"))
+        rows.append(("runs", f"{self.passes} over the data"))
+        return "Spectrum(\n" + "".join(f"  {key:<12}{value}\n" for key, value in rows) + ")"
