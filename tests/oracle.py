@@ -234,3 +234,22 @@ def jacobian_loop(model: nn.Module, names: list[str], x: Tensor) -> Tensor:
             per_output.append(torch.cat([g.flatten() for g in flat]))
         rows.append(torch.stack(per_output))
     return torch.stack(rows)
+
+
+def in_basis(h: Tensor, basis: Tensor) -> Tensor:
+    """The nearest matrix to h that is diagonal in an orthonormal basis (columns): h's own diagonal there."""
+    values = (basis.T @ h @ basis).diagonal()
+    return (basis * values) @ basis.T
+
+
+def low_rank_plus_diagonal(h: Tensor, basis: Tensor, k: int) -> Tensor:
+    """The k largest of h's variances along a basis, and a diagonal; diag(h) is kept, by shrinking rows if need be."""
+    values = (basis.T @ h @ basis).diagonal()
+    top = values.argsort(descending=True, stable=True)[:k]
+    low = (basis[:, top] * values[top]) @ basis[:, top].T
+    r = torch.ones_like(values)
+    for j in range(len(h)):
+        if low[j, j] > h[j, j]:
+            r[j] = (h[j, j] / low[j, j]).sqrt()
+    low = r.diag() @ low @ r.diag()
+    return low + (h.diagonal() - low.diagonal()).diag()

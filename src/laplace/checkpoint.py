@@ -95,6 +95,8 @@ def _options(la: Laplace) -> dict[str, Any]:
     damping, sharing = (getattr(la.structure, key, None) for key in ("damping", "weight_sharing"))
     structure = la.structure.name + (f", damping {damping!r}" if damping else "")
     structure += ", reduce" if sharing == "reduce" else ""
+    rank = getattr(la.structure, "rank", None)
+    structure += f", rank {rank!r}" if rank is not None else ""
     return {
         "likelihood": la.likelihood.name,
         "structure": structure,

@@ -46,6 +46,7 @@ from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
+from laplace.structures import Kron
 from laplace.summary import summary
 from laplace.tuning import How, log_grid, maximise_evidence, search_grid
 from laplace.weights import AllWeights, LastLayer, Snapshot, find_all_weights, find_last_layer, what_changed
@@ -57,8 +58,9 @@ class Laplace(Predictable, Readable):
     model              the trained network; it is never changed
     likelihood         'classification', 'regression', or a likelihood object
     subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
-    hessian_structure  'kron', 'diag' or 'full'
+    hessian_structure  'full'; a block per tensor: 'kron', 'ekfac', 'inf', 'block'; or 'diag'
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
+    rank               for 'inf': eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Laplace(Predictable, Readable):
         feature_reduction: str | None = None,
         damping: bool | str = False,
         weight_sharing: str = "expand",
+        rank: int | float | None = None,
         memory_budget: int | None = None,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
@@ -93,7 +96,7 @@ class Laplace(Predictable, Readable):
         self.likelihood = likelihood_named(likelihood)
         self.subset_of_weights = subset_named(subset_of_weights)
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
-        options = {"damping": damping, "weight_sharing": weight_sharing}
+        options = {"damping": damping, "weight_sharing": weight_sharing, "rank": rank}
         self.structure = structure_named(hessian_structure, options, self.curvature, self.subset_of_weights)
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
         self._temperature = _checked_temperature(temperature)
@@ -192,6 +195,7 @@ class Laplace(Predictable, Readable):
         mean = weights.layout.join(weights.tensors(self.model))
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
         self._prior.check(weights.layout, self.structure.prior_structures)
+        self.structure.check(weights.layout)
         sums.run(chain([first], stream), lambda: self._training(train_loader, progress_bar))
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
@@ -385,14 +389,15 @@ class Laplace(Predictable, Readable):
 
     def _say_what_is_not_kron(self) -> None:
         """Warn once of tensors whose gradients are no outer products."""
-        others = [row for row in self.coverage() if self.structure.name == "kron" and "kron" not in row.kept]
+        kron = isinstance(self.structure, Kron)
+        others = [row for row in self.coverage() if kron and row.kept.startswith(("dense", "diag"))]
         if others:
             named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             self._warn_once(
                 "coverage",
-                f"kron keeps {len(others)} of {len(self.coverage())} tensors in another form, since their gradients "
-                f"are no outer products: {named}{more}. See la.coverage().",
+                f"{self.structure.name} keeps {len(others)} of {len(self.coverage())} tensors in another form, since "
+                f"their gradients are no outer products: {named}{more}. See la.coverage().",
             )
 
     def _set_prior(self, prior: Prior) -> None:

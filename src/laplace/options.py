@@ -12,7 +12,11 @@ from laplace.curvature import CURVATURES
 from laplace.errors import OptionError, UnsupportedError, choice, shown
 from laplace.structures import STRUCTURES, Structure
 
-_DEFAULTS: Final[dict[str, Any]] = {"damping": False, "weight_sharing": "expand"}  # structures' options: not given
+_DEFAULTS: Final[dict[str, Any]] = {
+    "damping": False,
+    "weight_sharing": "expand",
+    "rank": None,
+}  # structures' options: not given
 _TO_COME: Final = {
     "subnetwork_indices": "subset_of_weights='subnetwork'",
     "n_subset": "hessian_structure='gp'",

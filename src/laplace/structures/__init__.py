@@ -7,9 +7,18 @@ from typing import Final
 from laplace.structures.base import Curvature, Gaussian, Pass, Structure, Sums
 from laplace.structures.dense import Dense
 from laplace.structures.diag import Diag
+from laplace.structures.ekfac import Ekfac
 from laplace.structures.full import Full
+from laplace.structures.inf import Inf
 from laplace.structures.kron import Kron
 
-STRUCTURES: Final[dict[str, type[Structure]]] = {"full": Full, "kron": Kron, "diag": Diag, "block": Dense}
+STRUCTURES: Final[dict[str, type[Structure]]] = {
+    "full": Full,
+    "kron": Kron,
+    "diag": Diag,
+    "block": Dense,
+    "ekfac": Ekfac,
+    "inf": Inf,
+}
 
 __all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Pass", "Structure", "Sums"]
