@@ -7,7 +7,9 @@ from typing import Final
 from laplace.structures.base import Curvature, Gaussian, Pass, Structure, Sums
 from laplace.structures.dense import Dense
 from laplace.structures.diag import Diag
+from laplace.structures.ekfac import Ekfac
 from laplace.structures.full import Full
+from laplace.structures.inf import Inf
 from laplace.structures.kron import Kron
 from laplace.structures.lowrank import LowRank
 
@@ -17,6 +19,8 @@ STRUCTURES: Final[dict[str, type[Structure]]] = {
     "diag": Diag,
     "block": Dense,
     "lowrank": LowRank,
+    "ekfac": Ekfac,
+    "inf": Inf,
 }
 
 __all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Pass", "Structure", "Sums"]
