@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from laplace.algebra import EIGH, SYMMETRIC
 from laplace.backprop.gradients import JacobianOf, MomentsOf
 from laplace.structures.base import Contribution, Gaussian, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
@@ -30,8 +31,17 @@ class Dense(BlockDiagonal):
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
         return dense_bytes(moments.weights)
 
+    def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
+        return dense_work(moments, vectors)
+
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> DenseBlock:
         return DenseBlock(sums["H"], shape, eigh.dtype, self.semidefinite)
+
+
+def dense_work(moments: MomentsOf, vectors: int) -> tuple[float, float]:
+    """Multiplications for a dense block: per example, and once for its decomposition."""
+    p, t = moments.weights, moments.positions
+    return vectors * p * (SYMMETRIC * p + (t if t > 1 else 1)), EIGH * p**3
 
 
 def dense_bytes(weights: int) -> int:

@@ -40,6 +40,15 @@ class Ekfac(Kron):
         """The run over the data in these bases."""
         return Rotated(bases)
 
+    def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
+        each, once = super().block_work(moments, vectors)
+        if moments.form == "dense":
+            return each, once
+        groups, o, i = moments.factors
+        p, t = moments.weights, moments.positions
+        rotated = p + groups * (i * i + vectors * o * o) if t == 1 else vectors * p * (t + min(t, i) + min(t, o))
+        return each + rotated, once
+
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
         more = 0 if moments.form == "dense" else 3 * itemsize * moments.weights
         return super().block_bytes(moments, itemsize) + more

@@ -57,6 +57,11 @@ class Inf(Ekfac):
     def rotated(self, bases: dict[str, KronBlock]) -> Largest:
         return Largest(bases, DEFAULT_RANK if self.rank is None else self.rank)
 
+    def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
+        each, once = super().block_work(moments, vectors)
+        rank = min(self.rank if isinstance(self.rank, int) else DEFAULT_RANK, moments.weights)
+        return each + moments.weights, once + moments.weights * rank**2
+
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
         if moments.form == "dense":
             return super().block_bytes(moments, itemsize)

@@ -19,7 +19,7 @@ from laplace.errors import OptionError
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
-from laplace.structures.dense import DenseBlock, dense_bytes
+from laplace.structures.dense import DenseBlock, dense_bytes, dense_work
 from laplace.structures.diag import DiagBlock
 
 DENSE_LIMIT = 1024  # weights up to which a tensor without a Kronecker form gets a dense block; beyond, a diagonal
@@ -67,7 +67,7 @@ class Kron(BlockDiagonal):
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p = moments.weights
         if moments.form == "dense":
-            return (vectors * p * p, EIGH * p**3) if p <= DENSE_LIMIT else (vectors * p, 0.0)
+            return dense_work(moments, vectors) if p <= DENSE_LIMIT else (vectors * p, 0.0)
         groups, o, i = moments.factors
         t = 1 if self.weight_sharing == "reduce" else moments.positions
         return groups * t * (SYMMETRIC * i * i + vectors * o * o), EIGH * groups * (o**3 + i**3)

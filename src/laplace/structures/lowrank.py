@@ -22,6 +22,7 @@ from laplace.weights.layout import Layout
 RANK = 20  # where neither rank nor tol is given
 DIRECT = 256  # weights up to which all of H is taken
 MOST_PASSES = 30
+_USUAL = 4  # runs over the data that a fit usually takes, for its preview
 _BLOCKS = 6  # of which the basis consists before it is restarted
 _SMALL = {torch.float64: 1e-6, torch.float32: 1e-5}  # residual over largest eigenvalue at which a pair is found
 
@@ -58,6 +59,12 @@ class LowRank(Structure):
         first, self._start = self._start, None
         assert first is not None
         return self._after(Krylov.begun(first.to(found["product"])), found.pop("product"), found)
+
+    def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
+        size = layout.n_params
+        used = sum(m.positions * m.weights for m in moments.parameters)
+        block = self._block(size)
+        return _USUAL * 2.0 * block * used, 2.0 * _USUAL * size * (_BLOCKS * block) ** 2
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         return None if "vectors" in sums else _Multiplied(sums, self)
