@@ -196,7 +196,6 @@ def test_an_unknown_option_lists_the_valid_ones(options, says):
     [
         {"subset_of_weights": "subnetwork"},
         {"hessian_structure": "lowrank"},
-        {"hessian_structure": "gp"},
         {"likelihood": "reward_modeling"},
     ],
 )

@@ -73,9 +73,7 @@ try:
 except MemoryBudgetError:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, *sys.path], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program, *sys.path], capture_output=True, text=True, check=True)
     assert 1024 * int(done.stdout) < 2e8  # of the 124 GB that it would have taken
 
 

@@ -83,6 +83,11 @@ def _kept(sums: dict) -> str:
         return "diag"
     if "H" in sums:
         return f"dense {sums['H'].shape[-1]}"
+    if "K" in sums:
+        groups, rows, _ = sums["K"].shape
+        return f"kernel {rows} x {rows}" if groups == 1 else f"{groups} kernels {rows} x {rows}"
+    if "U" in sums:
+        return f"{len(sums['U'])} directions"
     groups = sums["B"].shape[0]
     factors = f"kron {sums['B'].shape[-1]} x {sums['A'].shape[-1]}"
     return factors if groups == 1 else f"{groups} groups of {factors}"

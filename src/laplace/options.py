@@ -10,29 +10,39 @@ import torch
 
 from laplace.curvature import CURVATURES
 from laplace.errors import OptionError, UnsupportedError, choice, shown
+from laplace.functional import FUNCTIONAL
 from laplace.structures import STRUCTURES, Structure
 
-_DEFAULTS: Final[dict[str, Any]] = {"damping": False, "weight_sharing": "expand"}  # structures' options: not given
-_TO_COME: Final = {
-    "subnetwork_indices": "subset_of_weights='subnetwork'",
-    "n_subset": "hessian_structure='gp'",
-    "independent_outputs": "hessian_structure='gp'",
-    "seed": "hessian_structure='gp'",
-    "functional_approximation": "hessian_structure='gp'",
+_DEFAULTS: Final[dict[str, Any]] = {  # structures' options: not given
+    "damping": False,
+    "weight_sharing": "expand",
+    "rank": None,
+    "n_subset": None,
+    "seed": 0,
+    "independent_outputs": False,
 }
+_TO_COME: Final = {"subnetwork_indices": "subset_of_weights='subnetwork'"}
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 
-def structure_named(name: str, options: Mapping[str, Any], curvature: str, subset: str) -> Structure:
+def structure_named(
+    name: str, approximation: str, options: Mapping[str, Any], curvature: str, subset: str
+) -> Structure:
     """The structure of that name with its own options; those of other structures must be left alone."""
-    name = choice(name, STRUCTURES, "hessian_structure", to_come=("lowrank", "gp"))
+    name = choice(name, [*STRUCTURES, "gp"], "hessian_structure", to_come=("lowrank",))
     choice(options["weight_sharing"], ["expand", "reduce"], "weight_sharing")
-    made = STRUCTURES[name]
+    made = _functional_named(approximation) if name == "gp" else STRUCTURES[name]
+    if name != "gp" and approximation != "sod":
+        raise OptionError(f"functional_approximation={shown(approximation)} belongs to hessian_structure='gp'.")
     for key, value in options.items():
         if key not in made.options and value != _DEFAULTS.get(key):
-            owners = " or ".join(repr(other) for other, s in STRUCTURES.items() if key in s.options)
+            owners = [repr(other) for other, s in STRUCTURES.items() if key in s.options]
+            owners += [
+                f"'gp' with functional_approximation={kind!r}" for kind, s in FUNCTIONAL.items() if key in s.options
+            ]
             raise OptionError(
-                f"{key}={shown(value)} belongs to hessian_structure={owners}; {name!r} has no such option."
+                f"{key}={shown(value)} belongs to hessian_structure={' or '.join(owners)}; {made.name!r} has no such "
+                "option."
             )
     structure = made(**{key: options[key] for key in made.options})
     if curvature == "hessian" and subset != "last_layer":  # there it is the GGN
@@ -41,6 +51,16 @@ def structure_named(name: str, options: Mapping[str, Any], curvature: str, subse
             raise UnsupportedError(f"the exact Hessian has no form as {name!r}. Take hessian_structure={able}.")
         structure.semidefinite = False
     return structure
+
+
+def _functional_named(approximation: str) -> type[Structure]:
+    """How a posterior over functions is approximated."""
+    if str(getattr(approximation, "value", approximation)) == "variational":
+        raise UnsupportedError(
+            "functional_approximation='variational' trains inducing points; these approximations are read off a "
+            "trained network. Take 'sod' (a subset of the data) or 'nystrom' (all data in a few directions)."
+        )
+    return FUNCTIONAL[choice(approximation, FUNCTIONAL, "functional_approximation")]
 
 
 def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> str:
@@ -72,13 +92,19 @@ def subset_named(name: str) -> str:
     return choice(name, ["last_layer", "all"], "subset_of_weights", to_come=("subnetwork",))
 
 
-def pred_type_named(name: str) -> str:
-    """'glm', the linearised network, or 'nn', the network itself."""
-    if str(getattr(name, "value", name)) == "gp":
+def pred_type_named(name: str, functional: bool) -> str:
+    """'glm', the linearised network, or 'nn', the network itself; of a posterior over functions 'gp', too, is 'glm'."""
+    word = str(getattr(name, "value", name))
+    if word == "gp" and not functional:
         raise UnsupportedError(
             "pred_type='gp' is for a posterior over functions; this one is over weights: 'glm' or 'nn'."
         )
-    return choice(name, ["glm", "nn"], "pred_type")
+    if word == "nn" and functional:
+        raise UnsupportedError(
+            "pred_type='nn' draws weights; this is a posterior over functions: pred_type='glm' (or 'gp', the same), or "
+            "hessian_structure='full', 'kron' or 'diag'."
+        )
+    return "glm" if word == "gp" else choice(name, ["glm", "nn"], "pred_type")
 
 
 def method_named(name: str) -> str:

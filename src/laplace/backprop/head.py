@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.uses import Outer, Stored
 from laplace.batches import Inputs
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
@@ -103,6 +104,12 @@ class HeadForward:
         kept = [a.clone() for a in self.inputs]  # held back for a while, when the batch's own memory may be reused
         yield HeadMoments(kept, curvature, self.outputs.shape[0])
 
+    def sent(self, v: Tensor) -> list[Outer]:
+        """The gradients v phi^T."""
+        g = v.unsqueeze(2).unsqueeze(4)  # (K, N, 1, O, 1)
+        weights = (a.expand(len(self.outputs), -1)[:, None, :, None] for a in self.inputs)
+        return [Outer(Stored(a), g) for a in weights]
+
     def hessian(self, loss: Any, diagonal: bool) -> None:
         """None: in a last layer the Hessian of these likelihoods is the GGN, in closed form."""
         return
@@ -114,11 +121,8 @@ class HeadForward:
 
     def linearised(self, steps: Tensor) -> Tensor:
         """The outputs are linear in the last layer: sum of step_W phi + step_b, (S, P) -> (S, N, C)."""
-        total = steps.new_zeros(())
-        layout = self.weights.layout
-        for a, step, shape in zip(self.inputs, layout.split(steps), layout.shapes, strict=True):
-            total = total + a @ step.unflatten(-1, (shape[0], -1)).mT
-        return total.expand(steps.shape[0], *self.outputs.shape)
+        parts = zip(self.jacobian().parameters, self.weights.layout.split(steps), strict=True)
+        return torch.stack([part.along(step) for part, step in parts]).sum(0)
 
     def perturbed(self, steps: Tensor) -> Tensor:
         """The network with moved weights: exact, from the features of this one run."""
@@ -160,6 +164,17 @@ class HeadMoments:
         total = next(parts)._gram()
         for part in parts:
             total += part._gram()
+        return total
+
+    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
+        """sum over n of (J_n U)^T Lambda_n (J_n U), some examples at a time."""
+        c, total = self.curvature.n_outputs, torch.zeros((), dtype=torch.float64, device=steps[0].device)
+        step = max(1, _CHUNK // (c * len(steps[0])))
+        for start in range(0, self.n, step):
+            part = self._part(slice(start, min(start + step, self.n)))
+            jacobians = [HeadJacobianOf(a.double(), part.n, c) for a in part.features]
+            moved = torch.stack([j.along(u.double()) for j, u in zip(jacobians, steps, strict=True)]).sum(0)
+            total = total + part.curvature.between(moved)
         return total
 
     def _part(self, part: slice) -> HeadMoments:
@@ -335,6 +350,22 @@ class HeadJacobianOf:
             dense = torch.einsum("co,nmo,do->nmcd", left.vectors[0], inner, left.vectors[0])
         return dense.transpose(1, 2).expand(self.n, self.c, self.n, self.c)
 
+    def along(self, steps: Tensor) -> Tensor:  # (S, p) -> (S, N, C)
+        return (self.features @ steps.unflatten(-1, (self.c, -1)).mT).expand(-1, self.n, -1)
+
+    def cross(self, other: Outer) -> Tensor:  # (N, C, M, L)
+        return torch.einsum("nm,lmc->ncml", self._input_products(other), other.g[:, :, 0, :, 0])
+
+    def cross_each(self, other: Outer) -> Tensor:  # (C, N, M)
+        return self._input_products(other) * other.g[:, :, 0, :, 0].diagonal(dim1=0, dim2=2).T.unsqueeze(1)
+
+    def double(self) -> HeadJacobianOf:
+        return HeadJacobianOf(self.features.double(), self.n, self.c)
+
+    def _input_products(self, other: Outer) -> Tensor:  # (N, M)
+        a = other.a.read(slice(None))[:, 0, :, 0].to(self.features)
+        return (self.features @ a.T).expand(self.n, -1)
+
     def _weights(self, spread: Spread) -> Tensor:  # (N, O), or (1, O) for a bias
         return self._squares(spread.right) @ spread.variances[0].T
 
@@ -370,3 +401,12 @@ class Chosen:
 
     def joint(self, of: Any) -> Tensor:
         return self.whole.joint(of)[:, self.index][..., self.index]
+
+    def along(self, steps: Tensor) -> Tensor:
+        return self.whole.along(steps)[..., self.index]
+
+    def cross(self, other: Outer) -> Tensor:
+        return self.whole.cross(other)[:, self.index]
+
+    def double(self) -> Chosen:
+        return Chosen(self.whole.double(), self.index)

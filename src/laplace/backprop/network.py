@@ -126,6 +126,10 @@ class NetworkForward:
         for i, (part, batched) in enumerate(self._parts(curvature.root())):
             yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
 
+    def sent(self, v: Tensor) -> list[Use]:
+        """The gradients for these vectors."""
+        return self._uses(v, self._batched(len(v)), first=True)
+
     def hessian(self, loss: Callable[[Tensor], Tensor], diagonal: bool) -> HessianMoments:
         """Second derivatives of a loss of the outputs in all parameters."""
         layout = self.network.weights.layout
@@ -146,8 +150,7 @@ class NetworkForward:
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """J step: gradients of the outputs times the step, tensor by tensor."""
         parts = self.network.weights.layout.split(steps)
-        uses = self.jacobian().parameters
-        return torch.stack([use.along(part) for use, part in zip(uses, parts, strict=True)]).sum(0)
+        return _along(self.jacobian().parameters, parts)
 
     def perturbed(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """The network run with each of the moved weights, on the replica's shared memory: nothing is written to."""
@@ -248,6 +251,9 @@ class NetworkMoments:
         assert total is not None
         return total
 
+    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
+        return gram(_along(self.parameters, steps).flatten(1).T.double())
+
 
 class NetworkJacobian:
     """The Jacobian of the outputs in all parameters; written out for a dense posterior only, in chunks of examples."""
@@ -274,6 +280,11 @@ class NetworkJacobian:
 
     def _rows(self) -> Iterator[Tensor]:
         return _rows(self.parameters, self.network.budget)
+
+
+def _along(uses: list[Use], steps: Sequence[Tensor]) -> Tensor:  # (S, p) each -> (S, N, K)
+    """<G, step> over all parameters."""
+    return torch.stack([use.along(part) for use, part in zip(uses, steps, strict=True)]).sum(0)
 
 
 def _scale(v: Tensor) -> float:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Use(ABC):
     """One parameter's gradients for K vectors and N examples."""
 
     form: str
+    g: Tensor  # (K, N, ...)
     chunk: int = 2**23  # numbers of G contracted at a time
     first: bool = True
 
@@ -106,6 +107,31 @@ class Use(ABC):
         """<G, step>: the change of the outputs to first order."""
         return torch.cat([torch.einsum("knp,sp->snk", self.contracted(part), steps) for part in self.parts()], 1)
 
+    def against(self, weights: Tensor) -> Tensor:  # (S, N, K) -> (S, p)
+        """The sum of G over vectors and examples with these weights: the transpose of `along`."""
+        parts = [torch.einsum("knp,snk->sp", self.contracted(part), weights[:, part]) for part in self.parts()]
+        return torch.stack(parts).sum(0)
+
+    def cross(self, other: Use) -> Tensor:  # (N, K, M, L)
+        """<G, G'> for all pairs with the L vectors and M examples of another use of the same parameter."""
+        return self._pairs(other, "knp,lmp->nkml", 0, 2)
+
+    def cross_each(self, other: Use) -> Tensor:  # (K, N, M)
+        """<G, G'> for the pairs with the same vector number k."""
+        return self._pairs(other, "knp,kmp->knm", 1, 2)
+
+    def _pairs(self, other: Use, product: str, mine: int, others: int) -> Tensor:
+        rows = []
+        for part in self.parts():
+            g = self.contracted(part)
+            terms = [torch.einsum(product, g, other.contracted(theirs)) for theirs in other.parts()]
+            rows.append(torch.cat(terms, others))
+        return torch.cat(rows, mine)
+
+    @abstractmethod
+    def double(self) -> Use:
+        """The same in float64."""
+
 
 @dataclass
 class Dense(Use):
@@ -121,6 +147,11 @@ class Dense(Use):
 
     def contracted(self, part: slice) -> Tensor:
         return self.g[:, part]
+
+    def double(self) -> Dense:
+        same = replace(self, g=self.g.double())
+        same.chunk = self.chunk
+        return same
 
 
 class Activations(Protocol):
@@ -264,6 +295,43 @@ class Outer(Use):
         u = steps.unflatten(1, (self.g.shape[2], self.g.shape[3], -1))  # (S, Gr, O, I)
         moved = torch.einsum("nvi,svoi->snvo", self._all()[..., 0], u)
         return torch.einsum("knvo,snvo->snk", self.g[..., 0], moved)
+
+    def against(self, weights: Tensor) -> Tensor:
+        if self.positions > 1:
+            return super().against(weights)
+        sent = torch.einsum("knvo,snk->svon", self.g[..., 0], weights)
+        return torch.einsum("svon,nvi->svoi", sent, self._all()[..., 0]).flatten(1)
+
+    def cross(self, other: Use) -> Tensor:
+        if not self._single(other):
+            return super().cross(other)
+        aa = self._input_products(other)  # (Gr, N, M)
+        g, h = (use.g[..., 0].permute(2, 1, 0, 3) for use in (self, other))  # (Gr, N, K, O)
+        terms = [
+            (x.flatten(0, 1) @ y.flatten(0, 1).T).unflatten(1, y.shape[:2]).unflatten(0, x.shape[:2])
+            * a[:, None, :, None]
+            for x, y, a in zip(g, h, aa, strict=True)
+        ]
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+    def cross_each(self, other: Use) -> Tensor:
+        if not self._single(other):
+            return super().cross_each(other)
+        g, h = (use.g[..., 0].permute(2, 0, 1, 3) for use in (self, other))  # (Gr, K, N, O)
+        return (self._input_products(other).unsqueeze(1) * (g @ h.mT)).sum(0)
+
+    def double(self) -> Outer:
+        same = replace(self, g=self.g.double(), twin=None)
+        same.chunk = self.chunk
+        return same
+
+    def _single(self, other: Use) -> TypeGuard[Outer]:
+        """Whether both are seen once per example, so that <G, G'> = (a . a') (g . g')."""
+        return isinstance(other, Outer) and self.positions == other.positions == 1
+
+    def _input_products(self, other: Outer) -> Tensor:  # (Gr, N, M)
+        a, b = (use._all()[..., 0].transpose(0, 1) for use in (self, other))  # (Gr, N, I)
+        return a @ b.mT
 
     def _all(self) -> Tensor:  # (N, Gr, I, T)
         return self.a.read(slice(None)).to(self.g.dtype)

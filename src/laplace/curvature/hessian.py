@@ -32,6 +32,10 @@ class HessianMoments:
     def gram(self) -> Tensor:
         return self.h
 
+    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:
+        u = torch.cat([*steps], 1).to(self.h)
+        return u @ self.h @ u.T
+
     def merged(self, others: Sequence[Any]) -> HessianMoments:
         raise NotImplementedError("a Hessian is taken before the next")
 
