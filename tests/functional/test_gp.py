@@ -1,4 +1,4 @@
-"""hessian_structure='gp': the dense Gaussian process of the oracle, and the full posterior where all points are kept."""
+"""hessian_structure='gp': the oracle's dense Gaussian process, and the full posterior where all points are kept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 import oracle
 from exact import assert_close
 from laplace import Laplace
+from laplace.batches import Inputs
 from networks import LogitsOnly, cut, head_names, make
 from zoo import ZOO, build
 
@@ -38,7 +39,7 @@ def priors(la: Laplace) -> list[Tensor]:
     return [torch.tensor(1.7), torch.linspace(0.4, 2.0, la.n_layers, dtype=torch.float64)]
 
 
-@pytest.mark.parametrize(("task", "subset", "kind"), itertools.product(TASKS, SUBSETS, KINDS))
+@pytest.mark.parametrize(("task", "subset", "kind"), list(itertools.product(TASKS, SUBSETS, KINDS)))
 def test_on_all_points_it_is_the_full_posterior(task, subset, kind):
     full, gp = pair(task, subset, kind)
     x = new_inputs()
@@ -61,7 +62,7 @@ def test_on_all_points_it_is_the_full_posterior(task, subset, kind):
             assert_close(gp(x, outputs=[1])[1], full(x, outputs=[1])[1])
 
 
-@pytest.mark.parametrize(("task", "prior"), itertools.product(TASKS, ["scalar", "layerwise"]))
+@pytest.mark.parametrize(("task", "prior"), list(itertools.product(TASKS, ["scalar", "layerwise"])))
 def test_on_all_points_the_evidence_has_the_same_optimum(task, prior):
     full, gp = pair(task, "all", "ggn")
     for la in (full, gp):
@@ -86,7 +87,7 @@ def test_traces_are_those_of_the_weights(groups):
 def test_evidence_and_variances_are_differentiable(task):
     _, gp = pair(task, "all", "ggn")
     x = new_inputs(2)
-    (run,) = gp._runs(gp_inputs(x), whole=True)
+    (run,) = gp._runs(Inputs(x), whole=True)
 
     def both(precision, scale):
         gaussian = gp.posterior.fit.curvature.gaussian(
@@ -100,13 +101,7 @@ def test_evidence_and_variances_are_differentiable(task):
         assert torch.autograd.gradcheck(both, (precision, scale))
 
 
-def gp_inputs(x):
-    from laplace.batches import Inputs
-
-    return Inputs(x)
-
-
-@pytest.mark.parametrize(("task", "subset", "independent"), itertools.product(TASKS, SUBSETS, [False, True]))
+@pytest.mark.parametrize(("task", "subset", "independent"), list(itertools.product(TASKS, SUBSETS, [False, True])))
 def test_a_subset_gives_the_dense_gaussian_process_on_it(task, subset, independent):
     model, x, y = make("wrapped", task)
     la = Laplace(model, task, subset, "gp", n_subset=M, seed=4, independent_outputs=independent)
@@ -143,7 +138,7 @@ def test_a_subset_gives_the_dense_gaussian_process_on_it(task, subset, independe
 
 
 def run_of(la, x):
-    (run,) = la._runs(gp_inputs(x), whole=True)
+    (run,) = la._runs(Inputs(x), whole=True)
     return run.jacobian()
 
 
@@ -165,12 +160,10 @@ def test_newton_finds_the_optimum_of_a_subsets_evidence(independent):
 def test_every_kind_of_layer_has_its_kernel(network):
     model, x, y, _ = build(network, "classification", n=7)
     full = Laplace(model, "classification", "all", "full").fit(cut(x, y, [4, 1, 2]))
-    for structure in ({}, {"memory_budget": 3_000_000}):  # held gradients, and such as are had again
-        gp = Laplace(model, "classification", "all", "gp", **structure).fit(cut(x, y, [4, 1, 2]))
-        precision = torch.linspace(0.5, 2, full.n_layers, dtype=torch.float64)
-        full.prior_precision = gp.prior_precision = precision
-        assert_close(gp.log_marginal_likelihood(), full.log_marginal_likelihood())
-        assert_close(gp.predict(x[:3]).outputs.covariance, full.predict(x[:3]).outputs.covariance)
+    gp = Laplace(model, "classification", "all", "gp").fit(cut(x, y, [4, 1, 2]))
+    full.prior_precision = gp.prior_precision = torch.linspace(0.5, 2, full.n_layers, dtype=torch.float64)
+    assert_close(gp.log_marginal_likelihood(), full.log_marginal_likelihood())
+    assert_close(gp.predict(x[:3]).outputs.covariance, full.predict(x[:3]).outputs.covariance)
 
 
 @pytest.mark.parametrize("network", ["conv", "residual"])
@@ -185,20 +178,23 @@ def test_independent_outputs_of_shared_weights(network):
 
 
 def test_gradients_that_are_too_large_to_keep_are_had_again():
-    model, x, y = make("mlp", "classification")
-    one = Laplace(model, "classification", "all", "gp", n_subset=8).fit(cut(x, y, 9))
-    two = Laplace(model, "classification", "all", "gp", n_subset=8, memory_budget=40_000).fit(cut(x, y, 9))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 200), torch.nn.Tanh(), torch.nn.Linear(200, 3)).double()
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.randint(3, (9,))
+    one = Laplace(model, "classification", "all", "gp", n_subset=4).fit(cut(x, y, 9))
+    two = Laplace(model, "classification", "all", "gp", n_subset=4, memory_budget=20_000).fit(cut(x, y, 9))
     expected, got = one(x), two(x)
-    assert one.posterior.fit.points._held
+    assert len(one.posterior.fit.points._held) == 1
     assert not two.posterior.fit.points._held
     assert_close(got, expected)
     assert_close(two.log_marginal_likelihood(), one.log_marginal_likelihood())
 
 
+@pytest.mark.filterwarnings("ignore:the best prior precision")
 @pytest.mark.parametrize("task", TASKS)
 def test_a_grid_of_priors_is_scored_as_by_the_full_posterior(task):
     full, gp = pair(task, "all", "ggn")
-    model, x, y = make("mlp", task, n=13)
+    _, x, y = make("mlp", task, n=13)
     for la in (full, gp):
         la.sigma_noise = 1.0
         la.optimize_prior_precision(method="gridsearch", val_loader=cut(x[:7], y[:7], 4), grid_size=9)
@@ -234,11 +230,11 @@ def test_float32_networks_lose_nothing_to_cancellation():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     x, y = torch.randn(60, 3), torch.randn(60, 2)
-    full, gp = (
-        Laplace(model, "regression", "all", structure, sigma_noise=1e-3, prior_precision=1e-2).fit(cut(x, y, 20))
-        for structure in ("full", "gp")
-    )
-    a, b = full(x, diagonal_output=True)[1], gp(x, diagonal_output=True)[1]
-    assert b.dtype == torch.float32
-    assert float(gp.posterior.gaussian.solver.prior(run_of(gp, x), "variance").min()) > 1e5 * float(b.max())
-    torch.testing.assert_close(b, a, rtol=1e-2, atol=0)
+    options = {"sigma_noise": 1e-3, "prior_precision": 1e-2}
+    gp = Laplace(model, "regression", "all", "gp", **options).fit(cut(x, y, 20))
+    variance = gp(x, diagonal_output=True)[1]
+    assert variance.dtype == torch.float32
+    assert float(gp.posterior.gaussian.solver.prior(run_of(gp, x), "variance").min()) > 1e5 * float(variance.max())
+    x, y = x.double(), y.double()
+    full = Laplace(model.double(), "regression", "all", "full", **options).fit(cut(x, y, 20))
+    torch.testing.assert_close(variance.double(), full(x, diagonal_output=True)[1], rtol=1e-3, atol=0)

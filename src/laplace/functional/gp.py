@@ -170,7 +170,7 @@ class Cholesky(Solver):
         return torch.linalg.solve_triangular(self.root.mT, cross, upper=True, left=False) * self.scale.sqrt()
 
     def traces(self, groups: str) -> Traces:
-        """From W_b = (1 + s K)^-1 s K_b / delta_b: Sigma_bh = ([b = h] - G_b^T (1/s + K)^-1 G_h / delta_h) / delta_b."""
+        """From W_b = (1 + s K)^-1 s K_b / delta_b: Sigma_bh = ([b = h] - G_b^T (1/s + K)^-1 G_h/delta_h) / delta_b."""
         pairs = zip(self.curvature.blocks, self.inverse, strict=True)
         shrunk = [torch.cholesky_solve(block * (self.scale * weight), self.root) for block, weight in pairs]
         tau = torch.stack([w.diagonal(dim1=1, dim2=2).sum() for w in shrunk])
