@@ -307,12 +307,13 @@ class Outer(Use):
             return super().cross(other)
         aa = self._input_products(other)  # (Gr, N, M)
         g, h = (use.g[..., 0].permute(2, 1, 0, 3) for use in (self, other))  # (Gr, N, K, O)
-        terms = [
-            (x.flatten(0, 1) @ y.flatten(0, 1).T).unflatten(1, y.shape[:2]).unflatten(0, x.shape[:2])
-            * a[:, None, :, None]
-            for x, y, a in zip(g, h, aa, strict=True)
-        ]
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+        total = None
+        for x, y, a in zip(g, h, aa, strict=True):
+            term = (x.flatten(0, 1) @ y.flatten(0, 1).T).unflatten(1, y.shape[:2]).unflatten(0, x.shape[:2])
+            term.mul_(a[:, None, :, None])  # in place: these are large
+            total = term if total is None else total.add_(term)
+        assert total is not None
+        return total
 
     def cross_each(self, other: Use) -> Tensor:
         if not self._single(other):

@@ -134,7 +134,7 @@ class FunctionJacobian:
 def _summed(what: str, jacobian: Jacobian, uses: list[Use], weights: Sequence[Tensor]) -> Tensor:
     total = None
     for part, use, weight in zip(jacobian.parameters, uses, weights, strict=True):
-        term = weight * getattr(part.double(), what)(use.double())
-        total = term if total is None else total + term
+        term = getattr(part.double(), what)(use.double()).mul_(weight)  # in place: these are large
+        total = term if total is None else total.add_(term)
     assert total is not None
     return total
