@@ -261,3 +261,40 @@ def low_rank_plus_diagonal(h: Tensor, basis: Tensor, k: int) -> Tensor:
             r[j] = (h[j, j] / low[j, j]).sqrt()
     low = r.diag() @ low @ r.diag()
     return low + (h.diagonal() - low.diagonal()).diag()
+
+
+@dataclass
+class Function:
+    """A Gaussian over the outputs at some inputs, and log det(s H + D) - log det D."""
+
+    covariance: Tensor  # (N, C, N, C)
+    log_det_ratio: Tensor
+
+
+def gp(jac: Tensor, lam: Tensor, new: Tensor, delta: Tensor, scale: float, independent: bool = False) -> Function:
+    """The Gaussian process with kernel J D^-1 J^T on the points with Jacobians (M, C, P) and curvatures (M, C, C).
+
+    K** - K*x (1 + s Lambda K)^-1 s Lambda Kx*, whatever the rank of Lambda; `scale` is s times N / M.
+    """
+    n, c, p = new.shape
+    if independent:
+        each = [gp(jac[:, [i]], lam[:, [i]][..., [i]], new[:, [i]], delta, scale) for i in range(c)]
+        covariance = torch.stack([g.covariance[:, 0, :, 0] for g in each], -1).diag_embed().transpose(1, 2)
+        return Function(covariance, torch.stack([g.log_det_ratio for g in each]).sum())
+    rows, at = jac.reshape(-1, p), new.reshape(-1, p)
+    big = scale * torch.block_diag(*lam)
+    inner = torch.eye(len(rows), dtype=torch.float64) + big @ (rows / delta) @ rows.T
+    cross = (at / delta) @ rows.T
+    covariance = (at / delta) @ at.T - cross @ torch.linalg.solve(inner, big @ cross.T)
+    return Function(covariance.reshape(n, c, n, c), torch.linalg.slogdet(inner).logabsdet)
+
+
+def nystrom(jac: Tensor, h: Tensor, new: Tensor, delta: Tensor, scale: float, rank: int) -> Function:
+    """J U (s U^T H U + U^T D U)^-1 U^T J^T with U the top right singular vectors of the points' Jacobians (M, C, P)."""
+    n, c, p = new.shape
+    u = torch.linalg.svd(jac.reshape(-1, p), full_matrices=False).Vh[:rank].T
+    prior = u.T @ (delta.unsqueeze(1) * u)
+    precision = scale * u.T @ h @ u + prior
+    at = new.reshape(-1, p) @ u
+    covariance = at @ torch.linalg.solve(precision, at.T)
+    return Function(covariance.reshape(n, c, n, c), torch.logdet(precision) - torch.logdet(prior))

@@ -202,7 +202,6 @@ def test_an_unknown_option_lists_the_valid_ones(options, says):
 @pytest.mark.parametrize(
     "options",
     [
-        {"hessian_structure": "gp"},
         {"likelihood": "reward_modeling"},
     ],
 )

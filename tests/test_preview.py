@@ -27,9 +27,9 @@ def test_it_prints_a_table_of_all_structures(capsys):
     printed = capsys.readouterr().out
     assert str(preview) in printed
     assert "723 uncertain weights in 4 tensors, 3 outputs" in printed
-    for name in STRUCTURES:
+    for name in [*STRUCTURES, "gp"]:
         assert f"\n{name} " in printed
-    assert [option.structure for option in preview] == list(STRUCTURES)
+    assert [option.structure for option in preview] == [*STRUCTURES, "gp"]
     assert all(option.fits for option in preview)
     assert "fit: " in repr(preview)
 

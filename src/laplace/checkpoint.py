@@ -1,6 +1,6 @@
 """A fitted posterior as a flat dict of tensors, numbers and strings, loadable with `torch.load(weights_only=True)`.
 
-It holds sums over the data, never the data.
+It holds sums over the data, never the data, unless the posterior is made of points of it and the user asks for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from laplace.errors import InputError
+from laplace.batches import Batch, Inputs
+from laplace.errors import InputError, UnsupportedError
+from laplace.functional.points import Points
 from laplace.posterior import Fit
 from laplace.prior import Prior
 from laplace.replica import plain_name, unwrap
@@ -24,13 +26,18 @@ if TYPE_CHECKING:
 _OPTIONS = ("likelihood", "structure", "curvature", "subset_of_weights")
 _NEEDED = ("names", "shapes", "mean", "n_data", "n_outputs", "linear", "last_layer", "feature_reduction",
            "prior_precision", "prior_mean", "sigma_noise", "temperature")  # fmt: skip
-_SUMS, _DATA, _INDEX = "sums/", "data/", "index/"
+_SUMS, _DATA, _INDEX, _POINTS = "sums/", "data/", "index/", "points/"
 
 
-def state_dict(la: Laplace) -> dict[str, Any]:
+def state_dict(la: Laplace, with_data: bool = False) -> dict[str, Any]:
     """Everything that prediction, evidence and further fitting need."""
     fit, weights = la.posterior.fit, la._weights
     assert weights is not None
+    if fit.points is not None and not with_data:
+        raise UnsupportedError(
+            f"hessian_structure='gp' predicts from {len(fit.points)} inputs of the training data, and its state holds "
+            "them. Write state_dict(with_data=True) if it may, or functional_approximation='nystrom', which keeps none."
+        )
     state: dict[str, Any] = _options(la) | {
         "names": list(fit.layout.names),
         "shapes": [list(shape) for shape in fit.layout.tensor_shapes],
@@ -51,6 +58,9 @@ def state_dict(la: Laplace) -> dict[str, Any]:
     state.update({_INDEX + name: part.index.clone() for name, part in named if part is not None})
     state.update({_SUMS + key: value.clone() for key, value in fit.sums.items()})
     state.update({_DATA + key: value.clone() for key, value in fit.data.items()})
+    if fit.points is not None:
+        state[f"{_POINTS}inputs"] = [_plain(part.inputs.x) for part in fit.points.parts]
+        state[f"{_POINTS}vectors"] = [part.y.clone() for part in fit.points.parts]
     return state
 
 
@@ -84,7 +94,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     if dtypes != {mean.dtype}:
         raise InputError(f"the state is of a network in {mean.dtype}; this one's posterior would be in {dtypes.pop()}.")
     counts = (state["n_data"], state["n_outputs"], state["linear"])
-    fit = Fit(la.structure, la.likelihood, la.curvature, layout, mean, sums, data, *counts)
+    fit = Fit(la.structure, la.likelihood, la.curvature, layout, mean, sums, data, *counts, points=_points(la, state))
     try:
         _ = fit.curvature, layout.split(mean)
     except (KeyError, RuntimeError) as error:
@@ -104,6 +114,22 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
 def _layout(state: Mapping[str, Any]) -> Layout:
     names, shapes = list(state["names"]), [tuple(shape) for shape in state["shapes"]]
     return Layout.of_parts(names, shapes, [state.get(_INDEX + name) for name in names])
+
+
+def _points(la: Laplace, state: Mapping[str, Any]) -> Points | None:
+    """The kept points, where there are some."""
+    inputs, vectors = (state.get(_POINTS + key, ()) for key in ("inputs", "vectors"))
+    parts = [Batch(i, Inputs(x, keys=la._keys), y) for i, (x, y) in enumerate(zip(inputs, vectors, strict=True))]
+    return Points(parts) if parts else None
+
+
+def _plain(x: Any) -> Any:
+    """Inputs in containers that `torch.load(weights_only=True)` knows, their tensors copied."""
+    if isinstance(x, Mapping):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_plain, x)) if type(x) is list else tuple(map(_plain, x))
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _options(la: Laplace) -> dict[str, Any]:

@@ -81,6 +81,11 @@ def _kept(sums: dict) -> str:
         return f"dense {sums['H'].shape[-1]}"
     if "values" in sums:
         return f"inf, rank {len(sums['values'])}"
+    if "K" in sums:
+        groups, rows, _ = sums["K"].shape
+        return f"kernel {rows} x {rows}" if groups == 1 else f"{groups} kernels {rows} x {rows}"
+    if "U" in sums:
+        return f"{len(sums['U'])} directions"
     name, left, right = ("ekfac", "left", "right") if "E" in sums else ("kron", "B", "A")
     groups = sums[left].shape[0]
     factors = f"{name} {sums[left].shape[-1]} x {sums[right].shape[-1]}"

@@ -12,7 +12,7 @@ from laplace.algebra import GramSum, Rows, gram, in_sums
 from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Batch, Inputs
 from laplace.budget import Budget, in_bytes
-from laplace.curvature import CURVATURES
+from laplace.curvature import CURVATURES, OutputCurvature
 from laplace.errors import FormChangedError, InputError
 from laplace.gathering import Group, gathered
 from laplace.likelihoods.base import Likelihood
@@ -25,12 +25,16 @@ _HELD = 2**23  # numbers held back before their moments are taken
 
 
 class Engine(Protocol):
-    """What fitting and predicting need of a network: one run on a batch."""
+    """What fitting and predicting need of a network: runs on batches."""
 
     linear: bool  # whether the outputs are linear in the weights
 
     def room(self) -> int:
         """Up to how many examples small batches are run together."""
+        ...
+
+    def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
+        """The inputs cut so that the gradients of so many vectors fit into memory."""
         ...
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> Forward:
@@ -117,14 +121,14 @@ class Accumulator:
         """Run all batches, small ones together, and add what they leave."""
         for group in gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0):
             if isinstance(group, Batch):
-                self._count(*self._run(group))
+                self._count(group.inputs, *self._run(group))
                 continue
             run = self._run_as_one(group)
             if run is not None:
-                self._count(*run)
+                self._count(group.joined().inputs, *run)
                 continue
             for batch in group.batches():  # one by one: either it runs, or the error names its batch
-                self._count(*self._run(batch))
+                self._count(batch.inputs, *self._run(batch))
 
     def _run_as_one(self, group: Group) -> tuple[Forward, Tensor] | None:
         """None where the network does not run on joined batches, or gives other outputs there; then none are joined."""
@@ -155,17 +159,21 @@ class Accumulator:
             )
         return forward, y
 
-    def _count(self, forward: Forward, y: Tensor) -> None:
+    def _count(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
         f = forward.outputs
         self._like = f[:0]
         with torch.no_grad():
-            for moments in self._moments(forward, y):
-                self._pending.append(moments)
-                self._held += moments.held
-                if self._held > _HELD:
-                    self._take()
+            self._keep(inputs, forward, y)
             _add(self.data, self.likelihood.sums(f, y))
         self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
+
+    def _keep(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
+        """What the structure keeps of a batch: its moments, taken now or with those of the next ones."""
+        for moments in self._moments(forward, y):
+            self._pending.append(moments)
+            self._held += moments.held
+            if self._held > _HELD:
+                self._take()
 
     def fit(self, mean: Tensor) -> Fit:
         """What has been added, at the weights `mean`."""
@@ -179,8 +187,10 @@ class Accumulator:
             if exact is not None:
                 yield exact
                 return
-        curvature = CURVATURES[self.kind](self.likelihood, forward.outputs, y, self.samples, self.generator)
-        yield from forward.moments(curvature)
+        yield from forward.moments(self._curvature(forward, y))
+
+    def _curvature(self, forward: Forward, y: Tensor) -> OutputCurvature:
+        return CURVATURES[self.kind](self.likelihood, forward.outputs, y, self.samples, self.generator)
 
     def _take(self) -> None:
         """Take the moments of the batches that were held back: one large product instead of many small ones."""

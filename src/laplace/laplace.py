@@ -30,6 +30,7 @@ from laplace.errors import (
     whole_number,
 )
 from laplace.fitting import Accumulator, check_finite
+from laplace.functional.fitting import SubsetAccumulator
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.options import (
     curvature_named,
@@ -60,10 +61,13 @@ class Laplace(Predictable, Readable):
     subset_of_weights  'last_layer', 'all' (parameters with requires_grad), 'subnetwork' (with `subnetwork_indices`),
                        globs over names of parameters and modules, or a predicate (name, parameter) -> bool
     hessian_structure  'full'; 'lowrank' (the largest eigenpairs of all weights together); a block per tensor: 'block',
-                       'inf', 'ekfac', 'kron'; or 'diag'
+                       'inf', 'ekfac', 'kron'; 'diag'; or 'gp', a posterior over functions from `n_subset` of the points
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
     rank               for 'inf': eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep;
                        for 'lowrank': eigenpairs of all weights together (20), or `tol`: those above tol x the largest
+
+    Of 'gp': n_subset points, drawn by `seed` (None: all, up to 256), functional_approximation 'sod' (the subset alone,
+    with `independent_outputs` each output by itself) or 'nystrom' (all data in `rank` directions, 100 unless said).
     """
 
     def __init__(
@@ -89,6 +93,10 @@ class Laplace(Predictable, Readable):
         weight_sharing: str = "expand",
         rank: int | float | None = None,
         tol: float | None = None,
+        n_subset: int | None = None,
+        seed: int = 0,
+        independent_outputs: bool = False,
+        functional_approximation: str = "sod",
         memory_budget: int | None = None,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
@@ -104,7 +112,10 @@ class Laplace(Predictable, Readable):
         self.subset_of_weights = subset_of_weights
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
         options = {"damping": damping, "weight_sharing": weight_sharing, "rank": rank, "tol": tol}
-        self.structure = structure_named(hessian_structure, options, self.curvature, self._subset.label)
+        options |= {"n_subset": n_subset, "seed": seed, "independent_outputs": independent_outputs}
+        self.structure = structure_named(
+            hessian_structure, functional_approximation, options, self.curvature, self._subset.label
+        )
         if isinstance(self._subset, Choice):
             require_served(self.structure, self._subset.select(model).layout)
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
@@ -175,8 +186,7 @@ class Laplace(Predictable, Readable):
         Batches are pairs `(x, y)` or mappings. `generator` is what curvature 'mc' and 'sketch' draw from. Where a batch
         is refused, the error names it and the posterior stays as it was.
         """
-        if self.structure.passes > 1:
-            self._require_rereading(train_loader, override)
+        self._require_rereading(train_loader, override)
         stream = self._training(train_loader, progress_bar)
         first = next(stream, None)
         if first is None:
@@ -189,7 +199,7 @@ class Laplace(Predictable, Readable):
         if generator is None and self.structure.passes > 1:
             generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
         engine = self._engine(weights, self._plan if before is not None else None)
-        sums = Accumulator(
+        sums = (SubsetAccumulator if self.structure.functional else Accumulator)(
             engine,
             self.likelihood,
             self.structure,
@@ -273,7 +283,8 @@ class Laplace(Predictable, Readable):
                     raise UnsupportedError(
                         "gridsearch tunes one precision for all weights; for others: method='marglik'."
                     )
-                how = How(pred_type_named(pred_type), link_approx, whole_number(n_samples, "n_samples", 2), loss)
+                kind = pred_type_named(pred_type, self.structure.functional)
+                how = How(kind, link_approx, whole_number(n_samples, "n_samples", 2), loss)
                 grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
                 precision, _ = search_grid(posterior, self._labelled_runs(val_loader, progress_bar), grid, how)
                 sigma = self._sigma
@@ -319,9 +330,12 @@ class Laplace(Predictable, Readable):
         self._prior, self._sigma = self._prior.to(device), self._sigma.to(device)
         return self
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything of a fitted posterior as tensors, numbers and strings: no training data, and no code."""
-        return checkpoint.state_dict(self)
+    def state_dict(self, with_data: bool = False) -> dict[str, Any]:
+        """Everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
+
+        A 'gp' is made of some points of the data: it has a state only `with_data`.
+        """
+        return checkpoint.state_dict(self, with_data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, on the same network with the same options."""
@@ -352,14 +366,14 @@ class Laplace(Predictable, Readable):
         return iter(training_batches(loader, self.model, self._keys, progress_bar, "fit"))
 
     def _require_rereading(self, loader: Iterable[Any], override: bool) -> None:
-        """What a structure that reads the data more than once cannot do."""
+        """What a structure that reads the data more than once, or keeps some of it, cannot do."""
         name = self.structure.name
-        if isinstance(loader, Iterator):
+        if self.structure.passes > 1 and isinstance(loader, Iterator):
             raise InputError(
                 f"hessian_structure={name!r} reads the data {self.structure.passes} times or more, and a "
                 f"{type(loader).__name__} can be read once. Give a DataLoader or a list of batches."
             )
-        if not override and self._fitted is not None:
+        if not self.structure.adds and not override and self._fitted is not None:
             raise UnsupportedError(
                 f"override=False: what {name!r} keeps depends on all data and cannot be added to. Fit it on all data "
                 "at once, or take 'kron', 'diag', 'block' or 'full', whose sums add."
@@ -383,7 +397,7 @@ class Laplace(Predictable, Readable):
             if len(shape) != 2 or shape[1] != posterior.fit.n_outputs:
                 raise InputError(f"the outputs have shape {shape}; fitted on (N, {posterior.fit.n_outputs}).")
             check_finite(forward.outputs, "the network's outputs hold")
-            yield forward
+            yield posterior.fit.beside(forward, engine, self._budget.chunk)
         if isinstance(engine, Network):
             self._plan = engine.plan
 

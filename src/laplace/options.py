@@ -9,6 +9,7 @@ import torch
 
 from laplace.curvature import CURVATURES
 from laplace.errors import OptionError, UnsupportedError, choice, shown, whole_number
+from laplace.functional import FUNCTIONAL
 from laplace.structures import STRUCTURES, Structure
 from laplace.weights.layout import Layout
 
@@ -17,26 +18,31 @@ _DEFAULTS: Final[dict[str, Any]] = {  # structures' options: not given
     "weight_sharing": "expand",
     "rank": None,
     "tol": None,
-}
-_TO_COME: Final = {
-    "n_subset": "hessian_structure='gp'",
-    "independent_outputs": "hessian_structure='gp'",
-    "seed": "hessian_structure='gp'",
-    "functional_approximation": "hessian_structure='gp'",
+    "n_subset": None,
+    "seed": 0,
+    "independent_outputs": False,
 }
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 
-def structure_named(name: str, options: Mapping[str, Any], curvature: str, subset: str) -> Structure:
+def structure_named(
+    name: str, approximation: str, options: Mapping[str, Any], curvature: str, subset: str
+) -> Structure:
     """The structure of that name with its own options; those of other structures must be left alone."""
-    name = choice(name, STRUCTURES, "hessian_structure", to_come=("gp",))
+    name = choice(name, [*STRUCTURES, "gp"], "hessian_structure")
     choice(options["weight_sharing"], ["expand", "reduce"], "weight_sharing")
-    made = STRUCTURES[name]
+    made = _functional_named(approximation) if name == "gp" else STRUCTURES[name]
+    if name != "gp" and approximation != "sod":
+        raise OptionError(f"functional_approximation={shown(approximation)} belongs to hessian_structure='gp'.")
     for key, value in options.items():
         if key not in made.options and value != _DEFAULTS.get(key):
-            owners = " or ".join(repr(other) for other, s in STRUCTURES.items() if key in s.options)
+            owners = [repr(other) for other, s in STRUCTURES.items() if key in s.options]
+            owners += [
+                f"'gp' with functional_approximation={kind!r}" for kind, s in FUNCTIONAL.items() if key in s.options
+            ]
             raise OptionError(
-                f"{key}={shown(value)} belongs to hessian_structure={owners}; {name!r} has no such option."
+                f"{key}={shown(value)} belongs to hessian_structure={' or '.join(owners)}; {made.name!r} has no such "
+                "option."
             )
     structure = made(**{key: options[key] for key in made.options})
     if curvature == "hessian" and subset != "last_layer":  # there it is the GGN
@@ -58,6 +64,16 @@ def require_served(structure: Structure, layout: Layout) -> None:
         f"{len(parts)} of them ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
         f"one of {able}, or all weights of each tensor."
     )
+
+
+def _functional_named(approximation: str) -> type[Structure]:
+    """How a posterior over functions is approximated."""
+    if str(getattr(approximation, "value", approximation)) == "variational":
+        raise UnsupportedError(
+            "functional_approximation='variational' trains inducing points; these approximations are read off a "
+            "trained network. Take 'sod' (a subset of the data) or 'nystrom' (all data in a few directions)."
+        )
+    return FUNCTIONAL[choice(approximation, FUNCTIONAL, "functional_approximation")]
 
 
 def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> str:
@@ -84,13 +100,19 @@ def samples_of(kind: str, samples: object) -> int:
     return number
 
 
-def pred_type_named(name: str) -> str:
-    """'glm', the linearised network, or 'nn', the network itself."""
-    if str(getattr(name, "value", name)) == "gp":
+def pred_type_named(name: str, functional: bool) -> str:
+    """'glm', the linearised network, or 'nn', the network itself; of a posterior over functions 'gp', too, is 'glm'."""
+    word = str(getattr(name, "value", name))
+    if word == "gp" and not functional:
         raise UnsupportedError(
             "pred_type='gp' is for a posterior over functions; this one is over weights: 'glm' or 'nn'."
         )
-    return choice(name, ["glm", "nn"], "pred_type")
+    if word == "nn" and functional:
+        raise UnsupportedError(
+            "pred_type='nn' draws weights; this is a posterior over functions: pred_type='glm' (or 'gp', the same), or "
+            "hessian_structure='full', 'kron' or 'diag'."
+        )
+    return "glm" if word == "gp" else choice(name, ["glm", "nn"], "pred_type")
 
 
 def method_named(name: str) -> str:
@@ -106,8 +128,6 @@ def generator_or_none(generator: Any) -> torch.Generator | None:
 
 
 def refuse_others(options: Mapping[str, Any]) -> None:
-    """Keywords of laplace-torch that belong to what is still to come, and keywords that nobody knows."""
+    """Keywords that nobody knows."""
     for name in options:
-        if name in _TO_COME:
-            raise UnsupportedError(f"{name}= belongs to {_TO_COME[name]}, which is not built yet.")
         raise OptionError(f"Laplace has no option {name!r}. See help(Laplace).")

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from laplace.backprop.gradients import Forward
+from laplace.functional.points import Points, beside
 from laplace.likelihoods.base import Likelihood
 from laplace.precision import plain
 from laplace.prior import Prior
 from laplace.structures import Curvature, Gaussian, Structure, Sums
 from laplace.weights.layout import Layout
+
+if TYPE_CHECKING:
+    from laplace.fitting import Engine
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Fit:
     n_data: int
     n_outputs: int
     linear: bool = True  # whether the outputs are linear in the uncertain weights, as in a last layer
+    points: Points | None = None  # of the data, where predictions need them
 
     @cached_property
     def curvature(self) -> Curvature:
@@ -47,7 +54,12 @@ class Fit:
     def to(self, device: torch.device | str) -> Fit:
         """The same on `device`."""
         moved = {key: {k: v.to(device) for k, v in getattr(self, key).items()} for key in ("sums", "data")}
-        return replace(self, mean=self.mean.to(device), **moved)
+        points = None if self.points is None else self.points.to(device)
+        return replace(self, mean=self.mean.to(device), points=points, **moved)
+
+    def beside(self, forward: Forward, engine: Engine, limit: int) -> Forward:
+        """A run at new inputs as this posterior sees it: one over functions looks at its own points, too."""
+        return beside(forward, self.points, engine, limit) if self.structure.functional else forward
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from laplace.backprop.network import Network, NetworkMoments
 from laplace.batches import device_of, split
 from laplace.budget import in_bytes
 from laplace.curvature import CURVATURES
@@ -109,27 +110,32 @@ def _previewed(la: Laplace, batch: Any, n_data: int) -> Preview:
     n, once = len(f), counter.get_total_flops()
     with torch.no_grad():
         output = CURVATURES[kind](la.likelihood, f, y, la.curvature_samples, torch.Generator().manual_seed(0))
+        vectors = output.root()
         with counter:
-            parts = list(forward.moments(output))
-    moments, layout = parts[0], weights.layout
+            sent_back = forward.sent(vectors)
+        moments = (
+            NetworkMoments(list(sent_back), engine)
+            if isinstance(engine, Network)
+            else next(iter(forward.moments(output)))
+        )
+    layout = weights.layout
     sent = counter.get_total_flops()  # the counter starts anew each time
     epoch = 3 * once / n  # a forward pass, and twice as much for a backward pass to the weights
     found = []
-    for name in STRUCTURES:
+    for name in [*STRUCTURES, "gp"]:
         try:
             structure = Laplace(la.model, la.likelihood, la.subset_of_weights, name, curvature=la.curvature).structure
         except LaplaceError as error:
             found.append(Option(name, 0, 0.0, False, str(error).split(". ")[0]))
             continue
         needed = structure.memory(moments, layout, f.element_size())
-        each, decomposed = structure.work(moments, layout, len(output.root()))
+        each, decomposed = structure.work(moments, layout, len(vectors) if isinstance(engine, Network) else 1)
         if la.curvature == "hessian":
             each = 4.0 * layout.n_params * once / n  # a Hessian-vector product each
         total = structure.passes * (once + sent) / n + 2 * each + 2 * decomposed / n_data
         found.append(Option(name, needed, total / max(1.0, epoch), la._budget.has(needed, f.device)))
-    vectors = len(output.root())
     title = (
         f"{type(la.model).__name__}: {layout.n_params:,} uncertain weights in {len(layout.names)} tensors, "
-        f"{f.shape[1]} outputs; curvature {la.curvature!r}, {vectors} vectors per example; {n_data:,} examples"
+        f"{f.shape[1]} outputs; curvature {la.curvature!r}, {len(vectors)} vectors per example; {n_data:,} examples"
     )
     return Preview(title, tuple(found))

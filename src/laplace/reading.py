@@ -149,8 +149,9 @@ class Readable(ABC):
     @property
     def posterior_scale(self) -> Tensor:
         """A root of the covariance: (P, P) with S S^T = Sigma for full, (P,) standard deviations for diag."""
+        deviations = self.posterior_variance.sqrt()
         if self._fit.structure.name == "diag":
-            return self.posterior_variance.sqrt()
+            return deviations
         if self._fit.structure.name == "full":
             eye = torch.eye(self.n_params, dtype=self.mean.dtype, device=self.mean.device)
             return self.posterior.gaussian.color(eye).T

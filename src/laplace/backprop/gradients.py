@@ -131,6 +131,10 @@ class Moments(Protocol):
         """tr H; None where it has no form short of H."""
         ...
 
+    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:
+        """sum of (U^T G) (U^T G)^T for the rows U^T, (r, p) of each parameter: (r, r)."""
+        ...
+
 
 class JacobianOf(Protocol):
     """One parameter's Jacobian J[n, c, (o, i)], asked for the covariance that a `Spread` S of its weights gives."""
@@ -157,6 +161,18 @@ class JacobianOf(Protocol):
 
     def alone(self) -> Jacobian:
         """The same as the Jacobian of all parameters there are: for a dense covariance of this one's weights."""
+        ...
+
+    def cross(self, other: Any) -> Tensor:
+        """J G'^T for the gradients G' of a `Use` with L vectors and M examples, (N, C, M, L)."""
+        ...
+
+    def cross_each(self, other: Any) -> Tensor:
+        """The same for output c and vector number c alone, (C, N, M)."""
+        ...
+
+    def double(self) -> JacobianOf:
+        """The same in float64."""
         ...
 
 
@@ -199,6 +215,10 @@ class Forward(Protocol):
 
     def moments(self, curvature: OutputCurvature) -> Iterator[Moments]:
         """What the structures accumulate, for the vectors whose outer products sum to `curvature`, some at a time."""
+        ...
+
+    def sent(self, v: Tensor) -> Sequence[Any]:
+        """The gradients of each parameter for vectors v of output space, (K, N, C) -> a `Use` each."""
         ...
 
     def hessian(self, loss: Callable[[Tensor], Tensor]) -> Moments | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.uses import Outer, Stored
 from laplace.batches import Inputs
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
@@ -104,6 +105,12 @@ class HeadForward:
         kept = [a.clone() for a in self.inputs]  # held back for a while, when the batch's own memory may be reused
         yield HeadMoments(kept, curvature, self.outputs.shape[0])
 
+    def sent(self, v: Tensor) -> list[Outer]:
+        """The gradients v phi^T."""
+        g = v.unsqueeze(2).unsqueeze(4)  # (K, N, 1, O, 1)
+        weights = (a.expand(len(self.outputs), -1)[:, None, :, None] for a in self.inputs)
+        return [Outer(Stored(a), g) for a in weights]
+
     def hessian(self, loss: Any) -> None:
         """None: in a last layer the Hessian of these likelihoods is the GGN, in closed form."""
         return
@@ -172,6 +179,17 @@ class HeadMoments:
 
     def trace(self) -> Tensor:
         return sum((m.squares().sum() for m in self.parameters), start=self.features[0].new_zeros(()))
+
+    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
+        """sum over n of (J_n U)^T Lambda_n (J_n U), some examples at a time."""
+        c, total = self.curvature.n_outputs, torch.zeros((), dtype=torch.float64, device=steps[0].device)
+        step = max(1, _CHUNK // (c * len(steps[0])))
+        for start in range(0, self.n, step):
+            part = self._part(slice(start, min(start + step, self.n)))
+            jacobians = [HeadJacobianOf(a.double(), part.n, c) for a in part.features]
+            moved = torch.stack([j.along(u.double()) for j, u in zip(jacobians, steps, strict=True)]).sum(0)
+            total = total + part.curvature.between(moved)
+        return total
 
     def _part(self, part: slice) -> HeadMoments:
         if (part.start, part.stop) == (0, self.n):
@@ -361,6 +379,19 @@ class HeadJacobianOf:
     def alone(self) -> HeadJacobian:
         return HeadJacobian([self.features], self.n, self.c)
 
+    def cross(self, other: Outer) -> Tensor:  # (N, C, M, L)
+        return torch.einsum("nm,lmc->ncml", self._input_products(other), other.g[:, :, 0, :, 0])
+
+    def cross_each(self, other: Outer) -> Tensor:  # (C, N, M)
+        return self._input_products(other) * other.g[:, :, 0, :, 0].diagonal(dim1=0, dim2=2).T.unsqueeze(1)
+
+    def double(self) -> HeadJacobianOf:
+        return HeadJacobianOf(self.features.double(), self.n, self.c)
+
+    def _input_products(self, other: Outer) -> Tensor:  # (N, M)
+        a = other.a.read(slice(None))[:, 0, :, 0].to(self.features)
+        return (self.features @ a.T).expand(self.n, -1)
+
     def _weights(self, spread: Spread) -> Tensor:  # (N, O), or (1, O) for a bias
         return self._squares(spread.right) @ spread.variances[0].T
 
@@ -411,3 +442,9 @@ class Chosen:
 
     def alone(self) -> Chosen:
         return Chosen(self.whole.alone(), self.index)
+
+    def cross(self, other: Outer) -> Tensor:
+        return self.whole.cross(other)[:, self.index]
+
+    def double(self) -> Chosen:
+        return Chosen(self.whole.double(), self.index)

@@ -129,6 +129,10 @@ class NetworkForward:
         for i, (part, batched) in enumerate(self._parts(curvature.root())):
             yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
 
+    def sent(self, v: Tensor) -> list[Use]:
+        """The gradients for these vectors."""
+        return self._uses(v, self._batched(len(v)), first=True)
+
     def hessian(self, loss: Callable[[Tensor], Tensor]) -> HessianMoments:
         """Second derivatives of a loss of the outputs in all parameters."""
         named, layout = dict(self.network.replica.named_parameters()), self.network.weights.layout
@@ -261,6 +265,9 @@ class NetworkMoments:
             total = term if total is None else total.add_(term)
         assert total is not None
         return total
+
+    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
+        return gram(along(self.parameters, torch.cat(list(steps), 1)).flatten(1).T.double())
 
     def trace(self) -> Tensor:
         return torch.stack([use.trace() for use in self.parameters]).sum()

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ _ALL = slice(None)
 class Use(ABC):
     """One parameter's gradients for K vectors and N examples."""
 
-    g: Tensor
     form: str
+    g: Tensor  # (K, N, ...)
     positions: int = 1  # T
     chunk: int = 2**23  # numbers of G contracted at a time
     first: bool = True
@@ -141,6 +141,26 @@ class Use(ABC):
         """The Jacobian in this parameter only."""
         return Written([self], lambda: (self.contracted(part) for part in self.parts()))
 
+    def cross(self, other: Use) -> Tensor:  # (N, K, M, L)
+        """<G, G'> for all pairs with the L vectors and M examples of another use of the same parameter."""
+        return self._pairs(other, "knp,lmp->nkml", 0, 2)
+
+    def cross_each(self, other: Use) -> Tensor:  # (K, N, M)
+        """<G, G'> for the pairs with the same vector number k."""
+        return self._pairs(other, "knp,kmp->knm", 1, 2)
+
+    def _pairs(self, other: Use, product: str, mine: int, others: int) -> Tensor:
+        rows = []
+        for part in self.parts():
+            g = self.contracted(part)
+            terms = [torch.einsum(product, g, other.contracted(theirs)) for theirs in other.parts()]
+            rows.append(torch.cat(terms, others))
+        return torch.cat(rows, mine)
+
+    @abstractmethod
+    def double(self) -> Use:
+        """The same in float64."""
+
 
 class Written:
     """The Jacobian in some parameters; written out for a dense covariance only, in chunks of examples."""
@@ -187,6 +207,11 @@ class Dense(Use):
     def at(self, index: Tensor) -> Dense:
         return Dense(self.g[..., index])
 
+    def double(self) -> Dense:
+        same = replace(self, g=self.g.double())
+        same.chunk = self.chunk
+        return same
+
 
 @dataclass
 class Sum(Use):
@@ -194,6 +219,10 @@ class Sum(Use):
 
     uses: list[Use]
     form = "dense"
+
+    @property
+    def g(self) -> Tensor:  # type: ignore[override]
+        return self.uses[0].g
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -204,6 +233,9 @@ class Sum(Use):
 
     def at(self, index: Tensor) -> Sum:
         return Sum([use.at(index) for use in self.uses])
+
+    def double(self) -> Sum:
+        return Sum([use.double() for use in self.uses])
 
 
 class Activations(Protocol):
@@ -394,6 +426,38 @@ class Outer(Use):
         k, _, groups, o, _ = self.g.shape
         return groups * ((k + steps) * o + self.a.shape[2]) + k * steps
 
+    def cross(self, other: Use) -> Tensor:
+        if not self._single(other):
+            return super().cross(other)
+        aa = self._input_products(other)  # (Gr, N, M)
+        g, h = (use.g[..., 0].permute(2, 1, 0, 3) for use in (self, other))  # (Gr, N, K, O)
+        total = None
+        for x, y, a in zip(g, h, aa, strict=True):
+            term = (x.flatten(0, 1) @ y.flatten(0, 1).T).unflatten(1, y.shape[:2]).unflatten(0, x.shape[:2])
+            term.mul_(a[:, None, :, None])  # in place: these are large
+            total = term if total is None else total.add_(term)
+        assert total is not None
+        return total
+
+    def cross_each(self, other: Use) -> Tensor:
+        if not self._single(other):
+            return super().cross_each(other)
+        g, h = (use.g[..., 0].permute(2, 0, 1, 3) for use in (self, other))  # (Gr, K, N, O)
+        return (self._input_products(other).unsqueeze(1) * (g @ h.mT)).sum(0)
+
+    def double(self) -> Outer:
+        same = replace(self, g=self.g.double(), twin=None)
+        same.chunk = self.chunk
+        return same
+
+    def _single(self, other: Use) -> TypeGuard[Outer]:
+        """Whether both are seen once per example, so that <G, G'> = (a . a') (g . g')."""
+        return isinstance(other, Outer) and self.positions == other.positions == 1
+
+    def _input_products(self, other: Outer) -> Tensor:  # (Gr, N, M)
+        a, b = (use._all()[..., 0].transpose(0, 1) for use in (self, other))  # (Gr, N, I)
+        return a @ b.mT
+
     def _all(self) -> Tensor:  # (N, Gr, I, T)
         return self.a.read(slice(None)).to(self.g.dtype)
 
@@ -434,12 +498,19 @@ class Entries(Use):
     form = "dense"
 
     @property
+    def g(self) -> Tensor:  # type: ignore[override]
+        return self.outer.g
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         k, n, _ = self.outer.shape
         return k, n, len(self.index)
 
     def at(self, index: Tensor) -> Entries:
         return Entries(self.outer, self.index[index])
+
+    def double(self) -> Entries:
+        return Entries(self.outer.double(), self.index)
 
     def contracted(self, part: slice) -> Tensor:
         k, n, p = self.shape

@@ -35,6 +35,10 @@ class HessianMoments:
         ends = itertools.accumulate(self.layout.sizes)
         return [HessianOf(self, slice(end - size, end)) for size, end in zip(self.layout.sizes, ends, strict=True)]
 
+    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:
+        u = torch.cat([*steps], 1)
+        return u.to(self.dtype) @ self.products(u).T
+
     def merged(self, others: Sequence[Any]) -> HessianMoments:
         raise NotImplementedError("a Hessian is taken before the next")
 

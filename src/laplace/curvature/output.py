@@ -33,7 +33,7 @@ class OutputCurvature:
             return cls(joint[0], joint, parts[0].sign)  # softmax: d and u are the same probabilities
         return cls(torch.cat(diagonals) if diagonals else None, joint, parts[0].sign)
 
-    def part(self, part: slice) -> OutputCurvature:
+    def part(self, part: slice | Tensor) -> OutputCurvature:
         """That of some examples."""
         diagonal = None if self.diagonal is None else self.diagonal[part]
         return OutputCurvature(diagonal, None if self.vectors is None else self.vectors[:, part], self.sign)
@@ -47,9 +47,18 @@ class OutputCurvature:
     @property
     def n_outputs(self) -> int:
         """C."""
+        return self._some.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._some.device
+
+    @property
+    def _some(self) -> Tensor:
         some = self.vectors if self.diagonal is None else self.diagonal
         assert some is not None
-        return some.shape[-1]
+        return some
 
     def squares(self) -> Tensor:  # (N, C)
         """The diagonal of Lambda_n."""
@@ -117,6 +126,16 @@ class OutputCurvature:
         v = factor.unsqueeze(-1) * (scale * w)
         v.diagonal(offset=1, dim1=0, dim2=2).add_(scale[:, 1:])
         return _exchanged(v, top.expand(len(v), -1, -1))
+
+    def between(self, x: Tensor) -> Tensor:  # (r, N, C) -> (r, r)
+        """sum over n of x_n Lambda_n x_n^T, without a root."""
+        total = x.new_zeros(len(x), len(x))
+        if self.diagonal is not None:
+            total = total + (x * self.diagonal).flatten(1) @ x.flatten(1).T
+        if self.vectors is not None:
+            inner = torch.einsum("rnc,knc->rnk", x, self.vectors.to(x)).flatten(1)
+            total = total + self.sign * inner @ inner.T
+        return total
 
     def dense(self) -> Tensor:  # (N, C, C)
         """Lambda_n written out, for small C."""

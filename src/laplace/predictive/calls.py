@@ -21,6 +21,7 @@ from laplace.precision import plainly
 from laplace.predictive import predict as predicting
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
 from laplace.predictive.prediction import Prediction
+from laplace.structures import Structure
 
 _MAX_COVARIANCE = 32  # outputs up to which `predict` computes covariances unasked
 
@@ -37,6 +38,8 @@ class Predictable(ABC):
     @abstractmethod
     def posterior(self) -> Posterior:
         """The posterior at the current prior, noise and temperature."""
+
+    structure: Structure
 
     @abstractmethod
     def _runs(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
@@ -67,7 +70,7 @@ class Predictable(ABC):
         with `outputs`, a list of their indices. `pred_type='nn'` averages the network over `n_samples` draws of the
         weights instead of linearising it.
         """
-        pred_type = pred_type_named(pred_type)
+        pred_type = pred_type_named(pred_type, self.structure.functional)
         classifies = not self.likelihood.has_noise
         sampled = pred_type == "nn"
         draws = Draws(
@@ -86,17 +89,7 @@ class Predictable(ABC):
                     self.likelihood.inverse_link(samples).mean(0) if classifies else (samples.mean(0), samples.var(0))
                 )
             if joint:
-                (forward,) = self._runs(inputs, whole=True)
-                side = forward.outputs.numel() if chosen is None else len(forward.outputs) * len(chosen)
-                self._budget.require(
-                    2 * forward.outputs.element_size() * side**2,
-                    forward.outputs.device,
-                    f"the joint covariance of {side:,} outputs",
-                    "Take fewer inputs, or outputs=[...], or leave out joint=True.",
-                )
-                covariance = self.posterior.gaussian.joint(forward.jacobian(chosen))
-                mean = forward.outputs if chosen is None else forward.outputs[:, chosen]
-                return mean.flatten(), covariance.flatten(2).flatten(0, 1)
+                return self._joint(inputs, chosen, "Take fewer inputs, or outputs=[...], or leave out joint=True.")
             if classifies:
                 runs = self._runs(inputs)
                 return torch.cat([self._probabilities(run, link_approx, draws, diagonal_output) for run in runs])
@@ -124,7 +117,7 @@ class Predictable(ABC):
         `x` is a tensor, a mapping, a tuple of inputs, or a DataLoader (labels in it are not looked at). Covariances
         between outputs are taken into account up to 32 outputs and with link 'mc', or as `diagonal_output` says.
         """
-        pred_type = pred_type_named(pred_type)
+        pred_type = pred_type_named(pred_type, self.structure.functional)
         if not self.likelihood.has_noise:
             choice(link_approx, self.likelihood.links, "link_approx")
         draws = Draws(whole_number(n_samples, "n_samples", 2), generator_or_none(generator))
@@ -164,13 +157,15 @@ class Predictable(ABC):
         One draw of the weights serves all inputs, so that each draw is a smooth function of x; `diagonal_output` draws
         every output on its own instead.
         """
-        pred_type = pred_type_named(pred_type)
+        pred_type = pred_type_named(pred_type, self.structure.functional)
         draws = Draws(whole_number(n_samples, "n_samples"), generator_or_none(generator))
         inputs = Inputs(x, model_kwargs, self._keys)
         with torch.set_grad_enabled(self.enable_backprop):
             if diagonal_output and pred_type == "glm":
                 parts = [predicting.linearised(self.posterior, run, False) for run in self._runs(inputs)]
                 return torch.cat(list(joined([*parts]).draws(draws)), 1)
+            if self.structure.functional:
+                return self._function_draws(inputs, draws)
             return self._weight_draws(inputs, draws, exact=pred_type == "nn")
 
     def predictive_samples(
@@ -200,6 +195,26 @@ class Predictable(ABC):
         )
         eps = normals(n_samples, len(mean), mean, generator_or_none(generator))
         return mean + self.posterior.gaussian.color(eps)
+
+    def _joint(self, inputs: Inputs, chosen: Tensor | None, instead: str) -> tuple[Tensor, Tensor]:
+        """Mean (N C,) and covariance (N C, N C) of all inputs' outputs together."""
+        (forward,) = self._runs(inputs, whole=True)
+        mean = forward.outputs if chosen is None else forward.outputs[:, chosen]
+        self._budget.require(
+            2 * mean.element_size() * mean.numel() ** 2,
+            mean.device,
+            f"the joint covariance of {mean.numel():,} outputs",
+            instead,
+        )
+        covariance = self.posterior.gaussian.joint(forward.jacobian(chosen))
+        return mean.flatten(), covariance.flatten(2).flatten(0, 1)
+
+    def _function_draws(self, inputs: Inputs, draws: Draws) -> Tensor:  # (S, N, C)
+        """Draws of the outputs at all inputs together."""
+        mean, covariance = self._joint(inputs, None, "Take fewer inputs, or diagonal_output=True.")
+        whole = OutputGaussian(mean.unsqueeze(0), covariance.diagonal().unsqueeze(0), covariance.unsqueeze(0))
+        drawn = torch.cat(list(whole.draws(draws)), 1).squeeze(1)
+        return drawn.unflatten(1, (-1, self.posterior.fit.n_outputs))
 
     def _weight_draws(self, inputs: Inputs, draws: Draws, exact: bool) -> Tensor:  # (S, N, C)
         """Outputs under draws of the weights; where one run is all, it is kept for all draws."""

@@ -117,6 +117,7 @@ class Structure(Pass):
     name: str
     options: tuple[str, ...] = ()  # those of its own, by which it is made
     passes: int = 1  # runs over the data, at least; sums of more than one cannot be added to later
+    functional: bool = False  # whether it is a posterior over functions, without weights to draw
     semidefinite: bool = True  # whether H has no negative eigenvalues but for rounding
     exact_hessian: bool = True  # whether there is a form for curvature='hessian'
     scattered: bool = True  # whether it can keep some weights of a tensor without the others
@@ -125,6 +126,11 @@ class Structure(Pass):
     def check(self, layout: Layout) -> None:
         """Refuse options that have no meaning for these tensors."""
         return
+
+    @property
+    def adds(self) -> bool:
+        """Whether further data can be added to the sums."""
+        return self.passes == 1
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         """The next run over the data, given what those before have left; None once all is there."""
