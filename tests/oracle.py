@@ -242,3 +242,22 @@ def top_eigenpairs(h: Tensor, rank: int | None = None, tol: float | None = None)
     values, vectors = values.flip(0), vectors.flip(1)
     count = rank if tol is None else int((values > tol * values[0]).sum())
     return values[:count], (vectors[:, :count] * values[:count]) @ vectors[:, :count].T
+
+
+def in_basis(h: Tensor, basis: Tensor) -> Tensor:
+    """The nearest matrix to h that is diagonal in an orthonormal basis (columns): h's own diagonal there."""
+    values = (basis.T @ h @ basis).diagonal()
+    return (basis * values) @ basis.T
+
+
+def low_rank_plus_diagonal(h: Tensor, basis: Tensor, k: int) -> Tensor:
+    """The k largest of h's variances along a basis, and a diagonal; diag(h) is kept, by shrinking rows if need be."""
+    values = (basis.T @ h @ basis).diagonal()
+    top = values.argsort(descending=True, stable=True)[:k]
+    low = (basis[:, top] * values[top]) @ basis[:, top].T
+    r = torch.ones_like(values)
+    for j in range(len(h)):
+        if low[j, j] > h[j, j]:
+            r[j] = (h[j, j] / low[j, j]).sqrt()
+    low = r.diag() @ low @ r.diag()
+    return low + (h.diagonal() - low.diagonal()).diag()

@@ -84,6 +84,9 @@ def _kept(sums: dict) -> str:
         return "diag"
     if "H" in sums:
         return f"dense {sums['H'].shape[-1]}"
-    groups = sums["B"].shape[0]
-    factors = f"kron {sums['B'].shape[-1]} x {sums['A'].shape[-1]}"
+    if "values" in sums:
+        return f"inf, rank {len(sums['values'])}"
+    name, left, right = ("ekfac", "left", "right") if "E" in sums else ("kron", "B", "A")
+    groups = sums[left].shape[0]
+    factors = f"{name} {sums[left].shape[-1]} x {sums[right].shape[-1]}"
     return factors if groups == 1 else f"{groups} groups of {factors}"

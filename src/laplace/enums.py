@@ -20,6 +20,9 @@ class HessianStructure(_Name):
     FULL = "full"
     KRON = "kron"
     DIAG = "diag"
+    BLOCK = "block"
+    EKFAC = "ekfac"
+    INF = "inf"
     LOWRANK = "lowrank"
     GP = "gp"
 

@@ -46,6 +46,7 @@ from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
+from laplace.structures import Kron
 from laplace.summary import summary
 from laplace.tuning import How, log_grid, maximise_evidence, search_grid
 from laplace.weights import AllWeights, LastLayer, Snapshot, find_all_weights, find_last_layer, what_changed
@@ -57,9 +58,11 @@ class Laplace(Predictable, Readable):
     model              the trained network; it is never changed
     likelihood         'classification', 'regression', or a likelihood object
     subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
-    hessian_structure  'kron', 'diag', 'block', 'full', or 'lowrank': the `rank` (20) largest eigenvalues of the
-                       curvature of all weights together, or those above `tol` times the largest
+    hessian_structure  'full', or 'lowrank' of it; a block per tensor: 'kron', 'ekfac', 'inf', 'block'; or 'diag'
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
+    rank               for 'inf': eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep;
+                       for 'lowrank': eigenpairs kept of the curvature of all weights together (20)
+    tol                for 'lowrank', instead of rank: eigenvalues above tol times the largest are kept
     """
 
     def __init__(
@@ -195,6 +198,7 @@ class Laplace(Predictable, Readable):
         mean = weights.layout.join(weights.tensors(self.model))
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
         self._prior.check(weights.layout, self.structure.prior_structures)
+        self.structure.check(weights.layout)
         sums.run(chain([first], stream), lambda: self._training(train_loader, progress_bar))
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
@@ -390,14 +394,15 @@ class Laplace(Predictable, Readable):
 
     def _say_what_is_not_kron(self) -> None:
         """Warn once of tensors whose gradients are no outer products."""
-        others = [row for row in self.coverage() if self.structure.name == "kron" and "kron" not in row.kept]
+        kron = isinstance(self.structure, Kron)
+        others = [row for row in self.coverage() if kron and row.kept.startswith(("dense", "diag"))]
         if others:
             named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             self._warn_once(
                 "coverage",
-                f"kron keeps {len(others)} of {len(self.coverage())} tensors in another form, since their gradients "
-                f"are no outer products: {named}{more}. See la.coverage().",
+                f"{self.structure.name} keeps {len(others)} of {len(self.coverage())} tensors in another form, since "
+                f"their gradients are no outer products: {named}{more}. See la.coverage().",
             )
 
     def _set_prior(self, prior: Prior) -> None:

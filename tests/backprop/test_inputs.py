@@ -15,7 +15,7 @@ from networks import cut
 from traps import Net, inputs, seeded
 from zoo import build
 
-pytestmark = pytest.mark.filterwarnings("ignore:kron keeps:laplace.errors.LaplaceWarning")
+pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning")
 TASKS = ["classification", "regression"]
 
 

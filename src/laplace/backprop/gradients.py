@@ -68,6 +68,10 @@ class MomentsOf(Protocol):
         """sum of G^2 elementwise, flat (p,)."""
         ...
 
+    def squares_in(self, left: Basis, right: Basis) -> Tensor:
+        """sum of (Q_B^T G Q_A)^2 elementwise, (Gr, O, I), where the gradients are outer products."""
+        ...
+
     def gram(self) -> Tensor:
         """sum of vec(G) vec(G)^T, (p, p)."""
         ...

@@ -243,6 +243,11 @@ class HeadMomentsOf:
     def squares(self) -> Tensor:
         return (self.curvature.squares().T @ self.features.square()).flatten()
 
+    def squares_in(self, left: Basis, right: Basis) -> Tensor:  # (1, O, I)
+        """sum over n of (Q_B^T Lambda_n Q_B)_oo (Q_A^T phi)_i^2."""
+        inputs = (self.features @ right.vectors[0]).square()
+        return (self.curvature.squares_in(left.vectors[0]).T.to(inputs) @ inputs).unsqueeze(0)
+
 
 @dataclass(frozen=True)
 class HeadJacobian:

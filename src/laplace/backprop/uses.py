@@ -77,6 +77,9 @@ class Use(ABC):
     def outputs(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
+    def squares_in(self, left: Basis, right: Basis) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
+
     def rotated(self, part: slice, spread: Spread) -> Tensor:  # (K, n, Gr, O, I)
         """Q_B^T G Q_A of some examples."""
         g = self.contracted(part).unflatten(2, spread.variances.shape)
@@ -286,6 +289,13 @@ class Outer(Use):
         a = self._all()[..., 0].square()  # (N, Gr, I)
         return torch.einsum("ngo,ngi->goi", self.g[..., 0].square().sum(0), a).flatten()
 
+    def squares_in(self, left: Basis, right: Basis) -> Tensor:  # (Gr, O, I)
+        if self.positions > 1:
+            bases = Spread(self.g.new_ones(()).expand(self.factors), left, right)
+            return torch.stack([self.rotated(part, bases).square().sum((0, 1)) for part in self.parts()]).sum(0)
+        g = self._turned(left).square().sum(0).unflatten(1, self.g.shape[2:4])  # (N, Gr, O)
+        return torch.einsum("nvo,nvi->voi", g, self._turned_input_squares(right))
+
     def rotated(self, part: slice, spread: Spread) -> Tensor:
         """Rotates on whichever side of the contraction is cheaper: activations, or what they are contracted to."""
         if not self._own_bases(spread):
@@ -364,8 +374,11 @@ class Outer(Use):
         return spread.variances.shape == (*self.g.shape[2:4], self.a.shape[2])
 
     def _weights(self, spread: Spread) -> Tensor:  # (N, Gr * O)
-        squares = _rotate_right(self._all().mT, spread.right).squeeze(2).square()  # (N, Gr, I)
-        return torch.einsum("nvi,voi->nvo", squares, spread.variances).flatten(1)
+        return torch.einsum("nvi,voi->nvo", self._turned_input_squares(spread.right), spread.variances).flatten(1)
+
+    def _turned_input_squares(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)
+        """(Q_A^T a)^2, where there is one position."""
+        return _rotate_right(self._all().mT, basis).squeeze(2).square()
 
 
 def along(uses: list[Use], steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)

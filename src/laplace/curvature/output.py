@@ -71,6 +71,18 @@ class OutputCurvature:
         outer = self.sign * torch.einsum("knc,snk->snc", self.vectors, torch.einsum("knc,snc->snk", self.vectors, m))
         return outer if self.diagonal is None else self.diagonal * m + outer
 
+    def squares_in(self, basis: Tensor) -> Tensor:  # (C, C) -> (N, C)
+        """The diagonal of Q^T Lambda_n Q, in float64: a difference of nearly equal numbers where a class is sure."""
+        q = basis.double()
+        if self.sign < 0:  # rows of Lambda sum to zero: a constant added to a column of Q changes nothing
+            q = q - q.mean(0)
+        total = None if self.diagonal is None else self.diagonal.double() @ q.square()
+        if self.vectors is not None:
+            outer = self.sign * (self.vectors.double() @ q).square().sum(0)
+            total = outer if total is None else total + outer
+        assert total is not None
+        return total.clamp(min=0)
+
     def gram(self) -> Tensor:  # (C, C)
         """Lambda summed over the examples: one matrix product."""
         if self.vectors is None:

@@ -7,7 +7,9 @@ from typing import Final
 from laplace.structures.base import Curvature, Gaussian, Pass, Structure, Sums
 from laplace.structures.dense import Dense
 from laplace.structures.diag import Diag
+from laplace.structures.ekfac import Ekfac
 from laplace.structures.full import Full
+from laplace.structures.inf import Inf
 from laplace.structures.kron import Kron
 from laplace.structures.lowrank import LowRank
 
@@ -16,6 +18,8 @@ STRUCTURES: Final[dict[str, type[Structure]]] = {
     "kron": Kron,
     "diag": Diag,
     "block": Dense,
+    "ekfac": Ekfac,
+    "inf": Inf,
     "lowrank": LowRank,
 }
 

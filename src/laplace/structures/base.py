@@ -121,6 +121,10 @@ class Structure(Pass):
     exact_hessian: bool = True  # whether there is a form for curvature='hessian'
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
 
+    def check(self, layout: Layout) -> None:
+        """Refuse options that have no meaning for these tensors."""
+        return
+
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         """The next run over the data, given what those before have left; None once all is there."""
         return None

@@ -7,13 +7,14 @@ multiplies the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps t
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from laplace.algebra import Rows
-from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
+from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread
 from laplace.errors import OptionError
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
@@ -70,8 +71,31 @@ class Kron(BlockDiagonal):
         return KronBlock(sums, shape, self.damping, eigh)
 
 
-class KronBlock(Block):
-    """The two factors of one parameter tensor, O x I for each group (a bias is O x 1 with A = 1)."""
+class EigenbasisBlock(Block):
+    """A block that is diagonal in a Kronecker product of two bases, O x I for each group (a bias is O x 1)."""
+
+    left: Basis  # (Gr, O, O)
+    right: Basis  # (Gr, I, I)
+
+    @abstractmethod
+    def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (Gr, O, I)
+        """The precision's eigenvalues in the basis left (x) right."""
+
+    def gaussian(self, scale: Tensor, precision: Tensor) -> KronGaussian:
+        if precision.numel() != 1:
+            raise OptionError(
+                f"a prior precision per weight ({precision.numel()} values for one tensor) has no Kronecker form. Give "
+                "a scalar or one value per tensor, or take hessian_structure='full', 'diag', 'block' or 'inf'."
+            )
+        return KronGaussian(self.eigenvalues(scale, precision.reshape(())), self)
+
+    def matrix(self) -> Tensor:
+        one = self.left.vectors.new_ones(())
+        return KronGaussian(self.eigenvalues(one, 0 * one), self).precision_matrix()
+
+
+class KronBlock(EigenbasisBlock):
+    """The two factors of one parameter tensor (a bias has A = 1)."""
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
@@ -80,8 +104,7 @@ class KronBlock(Block):
         self.damping = damping if len(shape) > 1 else False
         self.commutes = not self.damping
 
-    def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (Gr, O, I)
-        """The precision's eigenvalues in the basis left (x) right."""
+    def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:
         alpha, beta = self.alpha.unsqueeze(1), (scale * self.beta).unsqueeze(2)
         if not self.damping:
             return beta * alpha + delta
@@ -90,22 +113,11 @@ class KronBlock(Block):
             pi = (alpha.mean(2, True) / beta.mean(1, True)).nan_to_num(1.0).clamp(1e-12, 1e12).sqrt()
         return (beta + root / pi) * (alpha + root * pi)
 
-    def gaussian(self, scale: Tensor, precision: Tensor) -> KronGaussian:
-        if precision.numel() != 1:
-            raise OptionError(
-                f"kron has no form for a prior precision per weight ({precision.numel()} values for one tensor). "
-                "Give a scalar or one value per tensor, or take hessian_structure='full' or 'diag'."
-            )
-        return KronGaussian(self.eigenvalues(scale, precision.reshape(())), self)
-
-    def matrix(self) -> Tensor:
-        return KronGaussian(self.beta.unsqueeze(2) * self.alpha.unsqueeze(1), self).precision_matrix()
-
 
 class KronGaussian(BlockGaussian):
     """Covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T with R = 1 / eigenvalues."""
 
-    def __init__(self, eigenvalues: Tensor, block: KronBlock) -> None:
+    def __init__(self, eigenvalues: Tensor, block: EigenbasisBlock) -> None:
         self.eigenvalues, self.block = eigenvalues, block
 
     @cached_property

@@ -58,6 +58,12 @@ class DiagonalPlusLowRank:
         """L, lower triangular."""
         return torch.linalg.cholesky(self.inner)
 
+    @cached_property
+    def inverse_root(self) -> Tensor:  # (k, k)
+        """L^-1."""
+        eye = torch.eye(len(self.w), dtype=self.d.dtype, device=self.d.device)
+        return torch.linalg.solve_triangular(self.root, eye, upper=False)
+
     def logdet(self) -> Tensor:
         """log det of the precision, in float64."""
         return self.d.log().sum() + 2 * self.root.diagonal().log().sum()
@@ -107,7 +113,7 @@ class DiagonalPlusLowRank:
     def explained(self, along: Tensor) -> Tensor:  # (k, ...) -> (k, ...)
         """Y^T J^T from d^-1 U's projections J d^-1 U, with k first: what the low rank takes off J diag(1/d) J^T."""
         flat = along.flatten(1).double() * self.w.sqrt().unsqueeze(1)
-        return torch.linalg.solve_triangular(self.root, flat, upper=False).reshape(along.shape)
+        return (self.inverse_root @ flat).reshape(along.shape)
 
     def steps(self) -> Iterator[tuple[slice, Tensor]]:
         """Columns of d^-1 U, some at a time, (c, p): along which a Jacobian is asked."""
@@ -144,8 +150,7 @@ class DiagonalPlusLowRank:
         """Rows of Y."""
         rsqrt = self.d.rsqrt()
         for part, rows in self._white_rows():
-            y = torch.linalg.solve_triangular(self.root.T, rows, upper=True, left=False)
-            yield part, y * rsqrt[part].unsqueeze(1)
+            yield part, rows @ self.inverse_root.T * rsqrt[part].unsqueeze(1)
 
 
 def symmetric_root(a: Tensor) -> Tensor:  # (k, k) -> (k, k)

@@ -1,0 +1,237 @@
+"""Low rank plus diagonal per block: the k largest of ekfac's eigenpairs, and a diagonal that makes the block's exact.
+
+F_k = sum over the k largest E[o, i] of E (q_B[o] (x) q_A[i]) (...)^T and D = diag(F) - diag(F_k), diag(F) exact (Lee et
+al. 2020). Where D would be negative the rows of the low-rank part shrink by r_j = sqrt(F_jj / F_k,jj) instead, and D is
+0 there: the diagonal stays exact and the block positive semi-definite. The precision is diag(s D + delta) + s R F_k R:
+Woodbury with Kronecker columns, and never a dense block; a prior costs p k^2.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
+from laplace.budget import Budget
+from laplace.errors import OptionError, shown
+from laplace.structures.base import Contribution, Sums, Traces
+from laplace.structures.block import Block, BlockGaussian
+from laplace.structures.blockdiag import Eigh
+from laplace.structures.ekfac import Ekfac, Rotated
+from laplace.structures.kron import KronBlock
+from laplace.structures.lowrank_algebra import DiagonalPlusLowRank
+from laplace.weights.layout import Layout
+
+DEFAULT_RANK = 100
+_CHUNK = 2**21  # numbers of the low-rank columns written out at a time, and of outputs along them
+
+
+class Inf(Ekfac):
+    """Some Kronecker eigenvectors and the exact diagonal of every tensor; dense or diagonal where kron is.
+
+    `rank` is how many eigenpairs a block keeps (all of its own where it has fewer), or, as a float up to 1, the share
+    of the trace that they are to have. None is 100.
+    """
+
+    name = "inf"
+    options = ("rank", "weight_sharing")
+    prior_structures = ("scalar", "layerwise", "diag")
+
+    def __init__(self, rank: int | float | None = None, weight_sharing: str = "expand") -> None:
+        super().__init__(weight_sharing)
+        self.rank = None if rank is None else _checked(rank)
+
+    def check(self, layout: Layout) -> None:
+        largest = max(layout.sizes)
+        if isinstance(self.rank, int) and self.rank > largest:
+            name = layout.names[layout.sizes.index(largest)]
+            raise OptionError(
+                f"rank={self.rank} is more than any block has dimensions: the largest is {name!r} with {largest}. Give "
+                f"rank= at most {largest}, or a share of the trace such as rank=0.95."
+            )
+
+    def rotated(self, bases: dict[str, KronBlock]) -> Largest:
+        return Largest(bases, DEFAULT_RANK if self.rank is None else self.rank)
+
+    def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
+        if moments.form == "dense":
+            return super().block_bytes(moments, itemsize)
+        diagonal, (groups, o, i) = 3 * 8 * moments.weights, moments.factors
+        rank = DEFAULT_RANK if self.rank is None else self.rank
+        k = min(rank, moments.weights) if isinstance(rank, int) else 0  # of a share: known once E is
+        return super().block_bytes(moments, itemsize) + diagonal + _rank_bytes(k, groups * (o + i))
+
+    def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
+        return InfBlock(sums, shape, eigh.dtype) if "F" in sums else super().block(sums, shape, eigh)
+
+
+class Largest(Rotated):
+    """The second run: E, of which the largest stay, and the exact diagonal."""
+
+    def __init__(self, bases: dict[str, KronBlock], rank: int | float) -> None:
+        super().__init__(bases)
+        self.rank = rank
+
+    def block_sums(self, moments: MomentsOf, block: KronBlock) -> Contribution:
+        return {**super().block_sums(moments, block), "F": moments.squares()}
+
+    def kept(self, name: str, found: Sums, block: KronBlock) -> Sums:
+        e = found["E"].flatten()
+        values, index = e.sort(descending=True, stable=True)
+        k = min(self._enough(values), int((values > 0).sum()))
+        groups, o, i = found["E"].shape
+        Budget().require(
+            _rank_bytes(k, groups * (o + i)), e.device, f"rank={self.rank} keeps {k:,} of {len(e):,} eigenpairs of "
+            f"{name!r}, and", "Give a smaller rank=."
+        )  # fmt: skip
+        group, rows, columns = torch.unravel_index(index[:k], (groups, o, i))
+        own = torch.nn.functional.one_hot(group, groups).T.unsqueeze(1).to(block.left.vectors)  # (Gr, 1, k)
+        left = block.left.vectors[group, :, rows].T * own  # (Gr, O, k), zero outside the pair's group
+        right = block.right.vectors[group, :, columns].T * own
+        return {"left": left, "right": right, "values": values[:k], "F": found["F"]}
+
+    def _enough(self, values: Tensor) -> int:
+        """How many of the sorted eigenvalues are kept."""
+        if isinstance(self.rank, int):
+            return self.rank
+        share = values.double().cumsum(0)
+        return int((share < self.rank * share[-1]).sum()) + 1
+
+
+class InfBlock(Block):
+    """Low rank and diagonal of one parameter tensor."""
+
+    def __init__(self, sums: Sums, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape = shape
+        left, right, values, exact = (sums[key].double() for key in ("left", "right", "values", "F"))
+        low = ((left.square() * values) @ right.square().mT).flatten()  # diag(F_k)
+        rest = exact.clamp(min=0) - low
+        shrink = torch.where(rest < 0, (exact.clamp(min=0) / low).sqrt(), 1.0)
+        self.rest, self.values = rest.clamp(min=0).to(dtype), values.to(dtype)
+        self.columns = KroneckerColumns(left.to(dtype), right.to(dtype), shrink.to(dtype))
+
+    def gaussian(self, scale: Tensor, precision: Tensor) -> InfGaussian:
+        algebra = DiagonalPlusLowRank(scale * self.rest + precision, self.columns, scale * self.values)
+        return InfGaussian(algebra, self.columns)
+
+    def matrix(self) -> Tensor:
+        return DiagonalPlusLowRank(self.rest, self.columns, self.values).precision_matrix()
+
+
+class InfGaussian(BlockGaussian):
+    """Precision diag(s D + delta) + s R F_k R."""
+
+    def __init__(self, algebra: DiagonalPlusLowRank, columns: KroneckerColumns) -> None:
+        self.algebra, self.columns = algebra, columns
+
+    def logdet(self) -> Tensor:
+        return self.algebra.logdet()
+
+    def color(self, eps: Tensor) -> Tensor:
+        return self.algebra.color(eps)
+
+    def marginal_variances(self) -> Tensor:
+        return self.algebra.marginal_variances()
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        return self.algebra.quadratic(vector)
+
+    def precision_matrix(self) -> Tensor:
+        return self.algebra.precision_matrix()
+
+    def covariance_times(self, vectors: Tensor) -> Tensor:
+        return self.algebra.covariance_times(vectors)
+
+    def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
+        diagonal = self.algebra.d.reciprocal().to(self.algebra.dtype).reshape(self.columns.factors)
+        whole = getattr(jacobian, what)(Spread(diagonal), *args)
+        if not len(self.algebra.w):
+            return whole
+        n, c = whole.shape[:2]
+        if what == "joint":
+            y = self._along(jacobian, slice(0, n)).flatten(1)
+            return whole - (y.T @ y).reshape(whole.shape).to(whole)
+        step = max(1, _CHUNK // (c * len(self.algebra.w)))
+        parts = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+        return whole - torch.cat([_TAKEN[what](self._along(jacobian, s), *(a[s] for a in args)) for s in parts]).to(
+            whole
+        )
+
+    def traces(self, each: bool) -> Traces:
+        if each:
+            sigma = self.algebra.covariance_matrix().double()
+            return sigma.diagonal(), sigma.square()
+        t, m = self.algebra.traces([len(self.algebra.d)])
+        return t.reshape(()), m.reshape(())
+
+    def _along(self, jacobian: JacobianOf, part: slice) -> Tensor:  # (k, n, C)
+        return self.algebra.explained(torch.cat([jacobian.along(steps, part) for _, steps in self.algebra.steps()]))
+
+
+_TAKEN = {  # what y = Y^T J^T takes off the diagonal's part, y: (k, n, C) in float64
+    "variance": lambda y: y.square().sum(0),
+    "covariance": lambda y: torch.einsum("knc,knd->ncd", y, y),
+    "product": lambda y, v: torch.einsum("knc,kn->nc", y, torch.einsum("knd,nd->kn", y, v.to(y))),
+}
+
+
+@dataclass(frozen=True)
+class KroneckerColumns:
+    """The columns r * (q_B (x) q_A), written out in pieces."""
+
+    left: Tensor  # (Gr, O, k)
+    right: Tensor  # (Gr, I, k)
+    shrink: Tensor  # r: (p,)
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        """Gr, O and I."""
+        return self.left.shape[0], self.left.shape[1], self.right.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.shrink), self.left.shape[2]
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        (groups, o, i), k = self.factors, self.shape[1]
+        step = max(1, _CHUNK // (i * max(1, k)))
+        for group in range(groups):
+            for first in range(0, o, step):
+                left = self.left[group, first : first + step]
+                start = (group * o + first) * i
+                part = slice(start, start + len(left) * i)
+                rows = (left.unsqueeze(1) * self.right[group]).flatten(0, 1)
+                yield part, rows * self.shrink[part].unsqueeze(1)
+
+    def columns(self) -> Iterator[tuple[slice, Tensor]]:
+        p, k = self.shape
+        step = max(1, _CHUNK // p)
+        for start in range(0, k, step):
+            part = slice(start, min(start + step, k))
+            columns = torch.einsum("goc,gic->cgoi", self.left[..., part], self.right[..., part])
+            yield part, columns.flatten(1) * self.shrink
+
+
+def _rank_bytes(k: int, sides: int) -> int:
+    """What k columns take, with the k x k matrices of a prior."""
+    return 8 * (3 * k * sides + 5 * k**2)
+
+
+def _checked(rank: object) -> int | float:
+    if not isinstance(rank, bool):
+        try:
+            number = operator.index(rank)  # type: ignore[arg-type]
+        except TypeError:
+            number = 0
+        if number >= 1:
+            return number
+        if isinstance(rank, float) and 0 < rank <= 1:
+            return rank
+    raise OptionError(
+        f"rank={shown(rank)} must be a whole number of at least 1 (eigenpairs per tensor), or a float above 0 and up "
+        "to 1.0 (the share of the trace to keep)."
+    )
