@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -73,7 +72,9 @@ def main() -> None:
     warnings.simplefilter("ignore", LaplaceWarning)
     here = machine.describe()
     print(f"{here}\n", flush=True)
-    rows = [row for name, make in {"MLP": mlp, "conv net": conv}.items() for row in measure(name, make(), options.repeats)]
+    rows = [
+        row for name, make in {"MLP": mlp, "conv net": conv}.items() for row in measure(name, make(), options.repeats)
+    ]
     found = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "machine": asdict(here),
@@ -89,9 +90,7 @@ def main() -> None:
 
 def mlp() -> nn.Module:
     """1,930 weights."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 10)
-    )
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 10))
 
 
 def conv() -> nn.Module:

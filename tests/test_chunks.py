@@ -40,7 +40,9 @@ def test_taking_moments_in_the_middle_of_the_data_loses_none(structure, curvatur
     parts, *_ = fitted(task, structure, curvature)
     assert set(parts.posterior.fit.sums) == set(whole.posterior.fit.sums)
     for key, value in whole.posterior.fit.sums.items():
-        torch.testing.assert_close(parts.posterior.fit.sums[key], value)
+        if key != "vectors":  # of equal eigenvalues, any basis will do
+            torch.testing.assert_close(parts.posterior.fit.sums[key], value)
+    torch.testing.assert_close(parts.posterior.fit.curvature.matrix(), whole.posterior.fit.curvature.matrix())
     torch.testing.assert_close(parts.log_marginal_likelihood(), whole.log_marginal_likelihood())
     assert parts.n_data == whole.n_data == len(x)
 

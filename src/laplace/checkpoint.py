@@ -138,7 +138,7 @@ def _options(la: Laplace) -> dict[str, Any]:
     structure += ", reduce" if sharing == "reduce" else ""
     for key in ("rank", "tol"):
         value = getattr(la.structure, key, None)
-        structure += "" if value is None else f", {key} {value:g}"
+        structure += "" if value is None else f", {key} {value!r}"
     return {
         "likelihood": la.likelihood.name,
         "structure": structure,

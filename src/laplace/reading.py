@@ -19,14 +19,14 @@ from laplace.structures.lowrank import Spectrum
 from laplace.weights.layout import Layout
 
 
-class KroneckerMatrix:
-    """A block-diagonal matrix of Kronecker products, known by its eigenvalues."""
+class BlockMatrix:
+    """A block-diagonal matrix that is written out on request."""
 
     def __init__(self, to_matrix: Callable[[], Tensor], logdet: Callable[[], Tensor], layout: Layout) -> None:
         self.to_matrix, self.logdet, self._layout = to_matrix, logdet, layout  # (P, P), ()
 
     def __repr__(self) -> str:
-        return f"KroneckerMatrix({len(self._layout.names)} blocks, {self._layout.n_params} weights)"
+        return f"BlockMatrix({len(self._layout.names)} blocks, {self._layout.n_params} weights)"
 
 
 class Readable(ABC):
@@ -79,16 +79,16 @@ class Readable(ABC):
         return float(self._fit.data["loss"])
 
     @property
-    def H(self) -> Tensor | KroneckerMatrix:
+    def H(self) -> Tensor | BlockMatrix:
         """The curvature at unit noise: (P, P) for full and lowrank, (P,) for diag, else an object with to_matrix()."""
         curvature = self._fit.curvature
         if not isinstance(curvature, BlockCurvature):
-            self._require_matrix(self.n_params, "the dense matrix of all weights", "spectrum, or posterior_variance")
+            self._require_matrix(self.n_params, "the dense matrix of all weights", "posterior_variance")
             return curvature.matrix().clone()
         diagonals = [block.diagonal for block in curvature.blocks if isinstance(block, DiagBlock)]
         if len(diagonals) == len(curvature.blocks):
             return torch.cat(diagonals)
-        return self._kronecker(curvature.matrix, None)
+        return self._block_matrix(curvature.matrix, None)
 
     @property
     def spectrum(self) -> Spectrum:
@@ -131,7 +131,7 @@ class Readable(ABC):
         return self.posterior.prior.diagonal(self._fit.layout, self.mean)
 
     @property
-    def posterior_precision(self) -> Tensor | KroneckerMatrix:
+    def posterior_precision(self) -> Tensor | BlockMatrix:
         """(P, P) for full and lowrank, (P,) for diag, else an object with to_matrix() and logdet()."""
         return self._shown(self.posterior.gaussian)
 
@@ -188,20 +188,20 @@ class Readable(ABC):
                 f"{what}: shape {tuple(value.shape)} came; the last dimension must be P = {self.n_params}."
             )
 
-    def _kronecker(self, matrix: Callable[[], Tensor], logdet: Callable[[], Tensor] | None) -> KroneckerMatrix:
+    def _block_matrix(self, matrix: Callable[[], Tensor], logdet: Callable[[], Tensor] | None) -> BlockMatrix:
         def to_matrix() -> Tensor:
             self._require_matrix(
                 self.n_params, "the dense matrix of all weights", "posterior_variance, or log_det_posterior_precision"
             )
             return matrix()
 
-        return KroneckerMatrix(to_matrix, logdet or (lambda: torch.logdet(to_matrix())), self._fit.layout)
+        return BlockMatrix(to_matrix, logdet or (lambda: torch.logdet(to_matrix())), self._fit.layout)
 
-    def _shown(self, gaussian: Gaussian) -> Tensor | KroneckerMatrix:
+    def _shown(self, gaussian: Gaussian) -> Tensor | BlockMatrix:
         if not isinstance(gaussian, BlockDiagonalGaussian):
-            self._require_matrix(self.n_params, "the dense matrix of all weights", "spectrum, or posterior_variance")
+            self._require_matrix(self.n_params, "the dense matrix of all weights", "posterior_variance")
             return gaussian.precision_matrix().clone()
         diagonals = [block.precision for block in gaussian.blocks if isinstance(block, DiagGaussian)]
         if len(diagonals) == len(gaussian.blocks):
             return torch.cat(diagonals)
-        return self._kronecker(gaussian.precision_matrix, gaussian.logdet)
+        return self._block_matrix(gaussian.precision_matrix, gaussian.logdet)

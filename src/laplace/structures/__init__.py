@@ -18,9 +18,9 @@ STRUCTURES: Final[dict[str, type[Structure]]] = {
     "kron": Kron,
     "diag": Diag,
     "block": Dense,
-    "lowrank": LowRank,
     "ekfac": Ekfac,
     "inf": Inf,
+    "lowrank": LowRank,
 }
 
 __all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Pass", "Structure", "Sums"]

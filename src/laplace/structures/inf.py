@@ -27,7 +27,7 @@ from laplace.structures.lowrank_algebra import DiagonalPlusLowRank
 from laplace.weights.layout import Layout
 
 DEFAULT_RANK = 100
-_CHUNK = 2**21  # numbers of the low-rank columns written out at a time, and of outputs along them
+_CHUNK = 2**19  # numbers of the low-rank columns written out at a time, and of outputs along them
 
 
 class Inf(Ekfac):

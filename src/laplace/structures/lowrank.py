@@ -45,10 +45,13 @@ class LowRank(Structure):
         self.tol = tol
         self._start: Tensor | None = None  # drawn once for all batches of the first run
 
-    def sums(self, moments: Moments, layout: Layout) -> Contribution:
+    def check(self, layout: Layout) -> None:
         size = layout.n_params
         if self.rank is not None and self.rank > size:
             raise OptionError(f"rank={self.rank} is more than there are uncertain weights: {size}. Give that or less.")
+
+    def sums(self, moments: Moments, layout: Layout) -> Contribution:
+        size = layout.n_params
         if self._start is None or self._start.shape[1] != size:
             self._start = start(self._block(size), size)
         sums: Contribution = {"product": moments.products(self._start)}
@@ -105,8 +108,8 @@ class LowRank(Structure):
 
     def _wanted(self, values: Tensor, close: float) -> int:
         """How many of the pairs are to be kept; those that are zero but for rounding are not."""
-        least = 10 * torch.finfo(torch.float64).eps if self.tol is None else self.tol
-        positive = values[values > least * values.abs().max()]
+        rounding = 10 * torch.finfo(torch.float64).eps * values.abs().max()
+        positive = values[values > torch.maximum(rounding, (self.tol or 0.0) * values[0])]
         if self.tol is not None or len(positive) <= (self.rank or RANK):
             return len(positive)
         last = positive[(self.rank or RANK) - 1]
@@ -129,7 +132,8 @@ class LowRank(Structure):
                 f"lowrank dropped {spectrum.negative} negative eigenvalues of the Hessian, the lowest "
                 f"{spectrum.lowest:.3g}: the weights are at no minimum of the loss. See la.spectrum."
             )
-        if spectrum.passes >= MOST_PASSES:
+        far = spectrum.residuals > _SMALL[sums["vectors"].dtype] * spectrum.eigenvalues[:1]
+        if spectrum.passes >= MOST_PASSES and (far.any() or (self.tol is not None and spectrum.cut == 0)):
             yield (
                 f"lowrank had not converged after {spectrum.passes} runs over the data: |H u - l u| is up to "
                 f"{float(spectrum.residuals.max()):.3g}. See la.spectrum; another rank= or tol= may cut at a wider gap."

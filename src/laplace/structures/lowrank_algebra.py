@@ -75,12 +75,16 @@ class DiagonalPlusLowRank:
         for part, rows in self._white_rows():
             inside = inside + eps[:, part].double() @ rows
         inside = torch.cholesky_solve(inside.T, solve).T
-        drawn = [eps[:, part].double() - inside @ rows.T for part, rows in self._white_rows()]
-        return (torch.cat(drawn, 1) * self.d.rsqrt()).to(self.dtype)
+        drawn = torch.empty_like(eps, dtype=self.d.dtype)
+        for part, rows in self._white_rows():
+            drawn[:, part] = eps[:, part].double() - inside @ rows.T
+        return (drawn * self.d.rsqrt()).to(self.dtype)
 
     def marginal_variances(self) -> Tensor:  # (p,)
         """The diagonal of the covariance."""
-        explained = torch.cat([y.square().sum(1) for _, y in self._y_rows()])
+        explained = torch.empty_like(self.d)  # pieces are written to it: kept apart, they would scatter the memory
+        for part, y in self._y_rows():
+            explained[part] = y.square().sum(1)
         return (self.d.reciprocal() - explained).to(self.dtype)
 
     def quadratic(self, vector: Tensor) -> Tensor:  # (..., p) -> (...)
@@ -97,7 +101,9 @@ class DiagonalPlusLowRank:
         along = v.new_zeros(*v.shape[:-1], len(self.w))
         for part, y in self._y_rows():
             along = along + v[..., part] @ y
-        moved = torch.cat([along @ y.T for _, y in self._y_rows()], -1)
+        moved = torch.empty_like(v)
+        for part, y in self._y_rows():
+            moved[..., part] = along @ y.T
         return (v / self.d - moved).to(self.dtype)
 
     def precision_matrix(self) -> Tensor:  # (p, p)
@@ -127,14 +133,14 @@ class DiagonalPlusLowRank:
         ||Sigma_gh||^2 = [g = h] (sum d^-2 - 2 sum d^-1 |Y_j|^2) + <Y_g^T Y_g, Y_h^T Y_h>, over the rows j of g.
         """
         grams = [self.d.new_zeros(len(self.w), len(self.w)) for _ in sizes]
-        norms, bounds = [], torch.tensor([0, *sizes]).cumsum(0).tolist()
+        explained, bounds = torch.empty_like(self.d), torch.tensor([0, *sizes]).cumsum(0).tolist()
         for part, y in self._y_rows():
-            norms.append(y.square().sum(1))
+            explained[part] = y.square().sum(1)
             for g, (start, stop) in enumerate(pairwise(bounds)):
                 own = y[max(start - part.start, 0) : max(stop - part.start, 0)]
                 if len(own):
                     grams[g] = grams[g] + own.T @ own
-        explained, prior = torch.cat(norms), self.d.reciprocal()
+        prior = self.d.reciprocal()
         t = torch.stack([x.sum() for x in (prior - explained).split(list(sizes))])
         alone = torch.stack([x.sum() for x in (prior.square() - 2 * prior * explained).split(list(sizes))])
         flat = torch.stack(grams).flatten(1)
