@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -234,3 +235,13 @@ def jacobian_loop(model: nn.Module, names: list[str], x: Tensor) -> Tensor:
             per_output.append(torch.cat([g.flatten() for g in flat]))
         rows.append(torch.stack(per_output))
     return torch.stack(rows)
+
+
+def indices_of(model: nn.Module, takes: Callable[[str, int], bool]) -> Tensor:
+    """Where the weights lie that `takes(name, number in its tensor)`, in the vector of all trainable parameters.
+
+    What is true of these weights alone is the whole truth indexed: H[i][:, i], J[..., i].
+    """
+    trainable = [(k, p) for k, p in model.named_parameters() if p.requires_grad]
+    marks = [takes(k, j) for k, p in trainable for j in range(p.numel())]
+    return torch.tensor(marks).nonzero().flatten()
