@@ -33,6 +33,7 @@ def test_tuning_finds_a_stationary_point(structure, prior):
     assert float((gradient * (precision.detach().abs() < 18)).abs().max()) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning")
 def test_grid_search_runs_on_a_subnetwork():
     la, x, y = subnetwork("classification")
     la.optimize_prior_precision(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from laplace.errors import InputError, OptionError
+from laplace.reading import Readable
 from laplace.weights.masks.base import ScoreMask
 from laplace.weights.selection import trainable_of
 
@@ -23,7 +24,7 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreMask):
 
     def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: Laplace) -> None:
         super().__init__(model, n_params_subnet)
-        if not hasattr(diag_laplace_model, "posterior_variance"):
+        if not isinstance(diag_laplace_model, Readable):
             raise OptionError(
                 f"diag_laplace_model is a {type(diag_laplace_model).__name__}; write Laplace(model, likelihood, 'all', "
                 "'diag')."
