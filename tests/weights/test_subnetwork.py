@@ -34,12 +34,16 @@ def test_tuning_finds_a_stationary_point(structure, prior):
 
 
 @pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning")
-def test_grid_search_runs_on_a_subnetwork():
+def test_grid_search_takes_the_value_of_best_score():
     la, x, y = subnetwork("classification")
-    la.optimize_prior_precision(
-        method="gridsearch", val_loader=[(x, y)], grid_size=5, log_prior_prec_min=-9, log_prior_prec_max=6
-    )
-    assert la(x).isfinite().all()
+    y, scores = y.roll(3), {}  # other labels than those of the fit
+    for value in (1e-2, 1.0, 1e2):
+        la.prior_precision = value
+        scores[value] = float(-la(x).gather(1, y[:, None]).log().mean())
+    told = {"grid_size": 3, "log_prior_prec_min": -2, "log_prior_prec_max": 2}
+    la.optimize_prior_precision(method="gridsearch", val_loader=[(x, y)], **told)
+    assert len(set(scores.values())) == 3
+    assert float(la.prior_precision) == pytest.approx(min(scores, key=scores.get))
 
 
 @pytest.mark.parametrize("subset", ["globs", "predicate", "scattered"])

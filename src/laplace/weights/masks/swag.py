@@ -21,6 +21,8 @@ from laplace.replica import replicate
 from laplace.weights.masks.base import ScoreMask
 from laplace.weights.selection import trainable_of
 
+_MOMENTUM = 0.9
+
 
 class LargestVarianceSWAGSubnetMask(ScoreMask):
     """The weights of largest variance over `swag_n_snapshots` iterates, `swag_snapshot_freq` epochs apart.
@@ -50,12 +52,12 @@ class LargestVarianceSWAGSubnetMask(ScoreMask):
                 f"of batches; a {type(train_loader).__name__} came."
             )
         moving = {name: p.detach().clone().requires_grad_() for name, p in trainable_of(self.model)}
+        speed = {name: torch.zeros_like(p) for name, p in moving.items()}
         start = _flat(moving)
         total, squares = torch.zeros_like(start), torch.zeros_like(start)
-        optimizer = torch.optim.SGD(moving.values(), lr=self.lr, momentum=0.9)
         for _ in range(self.n_snapshots):
             for _ in range(self.epochs):
-                self._epoch(moving, optimizer, train_loader)
+                self._epoch(moving, speed, train_loader)
             moved = _flat(moving) - start  # small numbers, whose squares do not cancel
             total, squares = total + moved, squares + moved.square()
         variance = squares / self.n_snapshots - (total / self.n_snapshots).square()
@@ -63,16 +65,18 @@ class LargestVarianceSWAGSubnetMask(ScoreMask):
             raise NumericalError(f"SGD diverged with swag_lr={self.lr:g}. Take a smaller one.")
         return variance
 
-    @torch.enable_grad()
-    def _epoch(self, moving: dict[str, Tensor], optimizer: torch.optim.Optimizer, loader: Iterable[Any]) -> None:
+    def _epoch(self, moving: dict[str, Tensor], speed: dict[str, Tensor], loader: Iterable[Any]) -> None:
+        """SGD with momentum over the data once, in place."""
         network, seen = replicate(self.model), 0
         for batch in training_batches(loader, self.model, Keys(), False, "swag"):
-            f = batch.inputs.normal_tensors().call_with(network, moving)
-            self.likelihood.check_outputs(f)
-            loss = -self.likelihood.log_prob(f, self.likelihood.check_targets(f, batch.y.to(f.device))).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            with torch.enable_grad():
+                f = batch.inputs.normal_tensors().call_with(network, moving)
+                self.likelihood.check_outputs(f)
+                loss = -self.likelihood.log_prob(f, self.likelihood.check_targets(f, batch.y.to(f.device))).mean()
+            slopes = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
+            with torch.no_grad():
+                for p, v, g in zip(moving.values(), speed.values(), slopes, strict=True):
+                    p -= self.lr * v.mul_(_MOMENTUM).add_(0 if g is None else g)
             seen += len(f)
         if not seen:
             raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
