@@ -186,10 +186,9 @@ def as_markdown(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = (
-            row.network, f"`{row.structure}`", _share(row.covariance), "-" if row.kl is None else f"{max(row.kl, 0):.2g}",
-            _share(row.variance), f"{row.epochs:.1f}", in_bytes(row.bytes),
-        )  # fmt: skip
+        kl = "-" if row.kl is None else f"{max(row.kl, 0):.2g}"
+        errors = (_share(row.covariance), kl, _share(row.variance))
+        cells = (row.network, f"`{row.structure}`", *errors, f"{row.epochs:.1f}", in_bytes(row.bytes))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -298,3 +299,13 @@ def nystrom(jac: Tensor, h: Tensor, new: Tensor, delta: Tensor, scale: float, ra
     at = new.reshape(-1, p) @ u
     covariance = at @ torch.linalg.solve(precision, at.T)
     return Function(covariance.reshape(n, c, n, c), torch.logdet(precision) - torch.logdet(prior))
+
+
+def indices_of(model: nn.Module, takes: Callable[[str, int], bool]) -> Tensor:
+    """Where the weights lie that `takes(name, number in its tensor)`, in the vector of all trainable parameters.
+
+    What is true of these weights alone is the whole truth indexed: H[i][:, i], J[..., i].
+    """
+    trainable = [(k, p) for k, p in model.named_parameters() if p.requires_grad]
+    marks = [takes(k, j) for k, p in trainable for j in range(p.numel())]
+    return torch.tensor(marks).nonzero().flatten()

@@ -98,6 +98,27 @@ def test_layerwise_priors_work_on_the_last_layer(structure):
     assert la.prior_precision.shape == (2,)
 
 
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_diagonal_priors_and_vector_means_work_on_subnetworks(structure):
+    index = torch.arange(0, 59, 3)
+    prior = {
+        "prior_precision": torch.linspace(0.5, 3.0, len(index), dtype=torch.float64),
+        "prior_mean": torch.linspace(-1.0, 1.0, len(index), dtype=torch.float64),
+    }
+    la, x, _ = fitted(subset_of_weights="subnetwork", subnetwork_indices=index, hessian_structure=structure, **prior)
+    h = la.H if structure == "full" else la.H.diag()
+    precision = h + prior["prior_precision"].diag()
+    offset = la.mean - prior["prior_mean"]
+    terms = (
+        offset @ (prior["prior_precision"] * offset) + torch.logdet(precision) - prior["prior_precision"].log().sum()
+    )
+    torch.testing.assert_close(la.log_marginal_likelihood(), la.log_likelihood - 0.5 * terms)
+    assert la(x).isfinite().all()
+    la.prior_precision = torch.ones(la.n_layers)
+    la.optimize_prior_precision(prior_structure="layerwise")
+    assert la.prior_precision.shape == (4,)
+
+
 def test_functional_samples_through_the_network_leave_the_weights_alone():
     la, x, _ = fitted()
     before = [p.clone() for p in la.model.parameters()]

@@ -96,11 +96,12 @@ def case(structure: str, subset: str, curvature: str, task: str, options: tuple 
     model = Small(TASKS[task]).double()
     x, new = torch.randn(N, 6, dtype=torch.float64), torch.randn(NEW, 6, dtype=torch.float64)
     y = torch.randint(3, (N,)) if task == "classification" else torch.randn(N, 2, dtype=torch.float64)
-    la = Laplace(model, task, subset, structure, curvature=curvature, **dict(options))
+    index = oracle.indices_of(model, lambda name, j: j % 3 == 0) if subset == "subnetwork" else None
+    la = Laplace(model, task, subset, structure, curvature=curvature, subnetwork_indices=index, **dict(options))
     la.fit(cut(x, y, [4, 1, 2]), generator=torch.Generator().manual_seed(5))
     (run,) = la._runs(Inputs(new), whole=True)
     jac = oracle.jacobian_loop(model, list(la.posterior.fit.layout.names), new)
-    return Case(la, (x, y), run, jac)
+    return Case(la, (x, y), run, jac if index is None else jac[..., index])
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-8) -> None:
@@ -232,7 +233,8 @@ class Conformance:
 
         def fit(parts, generator):
             other = Laplace(la.model, la.likelihood, la.subset_of_weights, self.structure,
-                            curvature=la.curvature, **dict(self.options))  # fmt: skip
+                            curvature=la.curvature, subnetwork_indices=la.subnetwork_indices,
+                            **dict(self.options))  # fmt: skip
             return other.fit(parts, generator=generator)
 
         generator = torch.Generator().manual_seed(5)
@@ -282,8 +284,10 @@ class Conformance:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is not None and issubclass(metafunc.cls, Conformance):
-        metafunc.parametrize("subset", ["last_layer", "all"])
-        metafunc.parametrize("curvature", metafunc.cls.kinds)
+        kinds = [*itertools.product(["last_layer", "all"], metafunc.cls.kinds)]
+        if STRUCTURES[metafunc.cls.structure].scattered:
+            kinds.append(("subnetwork", "ggn"))
+        metafunc.parametrize(("subset", "curvature"), kinds)
         metafunc.parametrize("task", TASKS)
 
 

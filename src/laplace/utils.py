@@ -1,0 +1,23 @@
+"""Where laplace-torch's users import selectors of subnetworks from; they live in `laplace.weights.masks`."""
+
+from laplace.weights.masks import (
+    LargestMagnitudeSubnetMask,
+    LargestVarianceDiagLaplaceSubnetMask,
+    LargestVarianceSWAGSubnetMask,
+    LastLayerSubnetMask,
+    ModuleNameSubnetMask,
+    ParamNameSubnetMask,
+    RandomSubnetMask,
+    SubnetMask,
+)
+
+__all__ = [
+    "LargestMagnitudeSubnetMask",
+    "LargestVarianceDiagLaplaceSubnetMask",
+    "LargestVarianceSWAGSubnetMask",
+    "LastLayerSubnetMask",
+    "ModuleNameSubnetMask",
+    "ParamNameSubnetMask",
+    "RandomSubnetMask",
+    "SubnetMask",
+]

@@ -1,0 +1,82 @@
+"""Subnetworks of whole parameters: by their names, by those of their modules, or those of the last layer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from laplace.batches import Keys, training_batches
+from laplace.errors import InputError, OptionError
+from laplace.replica import plain_name, unwrap
+from laplace.weights.last_layer import find_last_layer
+from laplace.weights.masks.base import SubnetMask
+from laplace.weights.named import nearest, trainable_named
+
+
+class _NamesMask(SubnetMask):
+    """All weights under some names, which are of one kind."""
+
+    kind: str
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(model)
+        if isinstance(names, str) or not names:
+            raise OptionError(f"{self.kind} names={names!r} came; a list with at least one name is needed.")
+        unknown = [name for name in names if name not in self.there]
+        if unknown:
+            raise OptionError(f"{unknown[0]!r} is no {self.kind} of the network. {nearest(model, unknown[0])}")
+        self.names = list(names)
+
+    @property
+    @abstractmethod
+    def there(self) -> set[str]:
+        """The names that there are."""
+
+    def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
+        return self.weights_of(set().union(*(trainable_named(self.model, name) for name in self.names)))
+
+
+class ParamNameSubnetMask(_NamesMask):
+    """All weights of the named parameters."""
+
+    kind = "parameter"
+
+    def __init__(self, model: nn.Module, parameter_names: Sequence[str]) -> None:
+        super().__init__(model, parameter_names)
+
+    @property
+    def there(self) -> set[str]:
+        return {plain_name(name) for name, _ in unwrap(self.model).named_parameters(remove_duplicate=False)}
+
+
+class ModuleNameSubnetMask(_NamesMask):
+    """All trainable weights of the named modules."""
+
+    kind = "module"
+
+    def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
+        super().__init__(model, module_names)
+
+    @property
+    def there(self) -> set[str]:
+        return {plain_name(name) for name, _ in unwrap(self.model).named_modules() if name}
+
+
+class LastLayerSubnetMask(SubnetMask):
+    """All trainable weights of the last linear layer, found by running one example of the training data."""
+
+    def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
+        super().__init__(model)
+        self.last_layer_name = last_layer_name
+
+    def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
+        if train_loader is None:
+            raise InputError("the last layer is found by running the network: write select(train_loader).")
+        batch = next(iter(training_batches(train_loader, self.model, Keys(), False, "select")), None)
+        if batch is None:
+            raise InputError("the training loader gave no example.")
+        found = find_last_layer(self.model, batch.inputs.part(0, 1), self.last_layer_name, None)
+        return self.weights_of(found.layout.names)

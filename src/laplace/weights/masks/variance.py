@@ -1,0 +1,47 @@
+"""A subnetwork of the weights that a cheap posterior over all weights is least certain of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from laplace.errors import InputError, OptionError
+from laplace.reading import Readable
+from laplace.weights.masks.base import ScoreMask
+from laplace.weights.selection import trainable_of
+
+if TYPE_CHECKING:
+    from laplace.laplace import Laplace
+
+
+class LargestVarianceDiagLaplaceSubnetMask(ScoreMask):
+    """The weights of largest marginal variance under `diag_laplace_model`, a posterior over all trainable weights.
+
+    It is fitted to `train_loader` where it has seen no data yet.
+    """
+
+    def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: Laplace) -> None:
+        super().__init__(model, n_params_subnet)
+        if not isinstance(diag_laplace_model, Readable):
+            raise OptionError(
+                f"diag_laplace_model is a {type(diag_laplace_model).__name__}; write Laplace(model, likelihood, 'all', "
+                "'diag')."
+            )
+        self.diag_laplace_model = diag_laplace_model
+
+    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+        la = self.diag_laplace_model
+        if not la.is_fitted:
+            if train_loader is None:
+                raise InputError("diag_laplace_model has seen no data. Fit it, or write select(train_loader).")
+            la.fit(train_loader)
+        layout = la.posterior.fit.layout
+        here = {name: tuple(p.shape) for name, p in trainable_of(self.model)}
+        if dict(zip(layout.names, layout.shapes, strict=True)) != here:
+            raise OptionError(
+                f"diag_laplace_model is over {layout.n_params:,} weights of {len(layout.names)} tensors; needed is one "
+                f"over all {len(here)} trainable tensors of the network: Laplace(model, likelihood, 'all', 'diag')."
+            )
+        return la.posterior_variance.detach()
