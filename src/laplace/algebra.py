@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +32,11 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
         torch.mm(rows[:, a:b].T, rows[:, :b], out=out[a:b, :b])
         out[:a, a:b] = out[a:b, :a].T
     return out
+
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    """Their sum; one is held beside it at a time."""
+    return functools.reduce(operator.add, terms)
 
 
 def eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (..., D, D) -> (..., D), (..., D, D)

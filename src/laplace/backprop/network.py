@@ -164,6 +164,10 @@ class NetworkForward:
         def run(chosen: dict[str, Tensor]) -> Tensor:
             return self.inputs.call_with(replica, chosen)
 
+        together = self.network.budget.count(8 * self.dtype.itemsize * self.plan.width * self.f.shape[0], share=0.5)
+        if len(steps) > together:
+            return torch.cat([self.perturbed(part) for part in steps.split(together)])
+
         with torch.inference_mode(False), quiet():
             try:
                 return vmap(run, randomness="same")(moved).to(self.dtype)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from laplace.algebra import gram
+from laplace.algebra import gram, total
 from laplace.backprop.gradients import Basis, Spread
 
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
@@ -52,16 +52,21 @@ class Use(ABC):
     def at(self, index: Tensor) -> Use:  # (p',)
         """Of the weights at some indices alone."""
 
+    @property
+    def held(self) -> int:
+        """Numbers per example that are written out to contract G, besides G."""
+        return 0
+
     def parts(self, among: slice = _ALL) -> Iterator[slice]:
         """Slices of examples whose G is small enough."""
         k, n, p = self.shape
         first, last, _ = among.indices(n)
-        step = max(1, self.chunk // max(1, k * p))
+        step = max(1, self.chunk // max(1, k * p + self.held))
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
 
     def squares(self) -> Tensor:  # (p,)
-        return torch.stack([self.contracted(part).square().sum((0, 1)) for part in self.parts()]).sum(0)
+        return total(self.contracted(part).square().sum((0, 1)) for part in self.parts())
 
     def gram(self) -> Tensor:  # (p, p)
         total = None
@@ -109,11 +114,12 @@ class Use(ABC):
         return torch.cat(out)
 
     def joint(self, spread: Spread) -> Tensor:  # (N, K, N, K)
-        k, n, _ = self.shape
         root = spread.variances.sqrt().flatten()
-        rows = torch.cat([(self.rotated(s, spread).flatten(2) * root).transpose(0, 1) for s in self.parts()])
-        rows = rows.flatten(0, 1)
-        return (rows @ rows.T).reshape(n, k, n, k)
+
+        def rows(part: slice) -> Tensor:  # (K, n, p)
+            return self.rotated(part, spread).flatten(2) * root
+
+        return _joint(rows, rows, list(self.parts()))
 
     def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, K)
         """<G, step> of some examples: the change of the outputs to first order."""
@@ -121,8 +127,7 @@ class Use(ABC):
 
     def back(self, coefficients: Tensor) -> Tensor:  # (S, N, K) -> (S, p)
         """sum of coefficient times G over examples and vectors: the transpose of `along`."""
-        parts = [torch.einsum("snk,knp->sp", coefficients[:, p], self.contracted(p)) for p in self.parts()]
-        return torch.stack(parts).sum(0)
+        return total(torch.einsum("snk,knp->sp", coefficients[:, p], self.contracted(p)) for p in self.parts())
 
     def trace(self) -> Tensor:  # ()
         """sum of G^2 over everything."""
@@ -176,10 +181,11 @@ class Written:
         return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
 
     def joint(self, covariance: Tensor) -> Tensor:
-        j = torch.cat([part.transpose(0, 1) for part in self._rows()])  # (N, C, P)
-        n, c, p = j.shape
-        rows = j.reshape(n * c, p)
-        return (rows @ covariance @ rows.T).reshape(n, c, n, c)
+        rows = []
+        for j in self._rows():
+            x = j @ covariance
+            rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, other) for other in self._rows()], 2))
+        return torch.cat(rows)
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
         parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
@@ -229,7 +235,7 @@ class Sum(Use):
         return self.uses[0].shape
 
     def contracted(self, part: slice) -> Tensor:
-        return torch.stack([use.contracted(part) for use in self.uses]).sum(0)
+        return total(use.contracted(part) for use in self.uses)
 
     def at(self, index: Tensor) -> Sum:
         return Sum([use.at(index) for use in self.uses])
@@ -334,6 +340,11 @@ class Outer(Use):
         """T."""
         return self.g.shape[4]
 
+    @property
+    def held(self) -> int:
+        _, groups, i, t = self.a.shape
+        return groups * i * t if t > 1 else 0
+
     def contracted(self, part: slice) -> Tensor:
         return _contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
 
@@ -365,7 +376,7 @@ class Outer(Use):
     def squares_in(self, left: Basis, right: Basis) -> Tensor:  # (Gr, O, I)
         if self.positions > 1:
             bases = Spread(self.g.new_ones(()).expand(self.factors), left, right)
-            return torch.stack([self.rotated(part, bases).square().sum((0, 1)) for part in self.parts()]).sum(0)
+            return total(self.rotated(part, bases).square().sum((0, 1)) for part in self.parts())
         g = self._turned(left).square().sum(0).unflatten(1, self.g.shape[2:4])  # (N, Gr, O)
         return torch.einsum("nvo,nvi->voi", g, self._turned_input_squares(right))
 
@@ -567,6 +578,15 @@ def combined(uses: list[Use]) -> Use:
     return Sum(uses)
 
 
+def _joint(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor], parts: list[slice]) -> Tensor:
+    """left . right for all pairs of examples and vectors, (N, K, N, K), from (K, n, p) for some examples at a time."""
+    rows = []
+    for one in parts:
+        x = left(one)
+        rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, right(other)) for other in parts], 2))
+    return torch.cat(rows)
+
+
 def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
     """sum over m and t of x x^T, per group; nothing is copied but what has a single position."""
     m, groups, d, t = x.shape
@@ -577,8 +597,12 @@ def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
         return rows.mT @ rows
     if t < 8:
         return gram(x.squeeze(1).mT.reshape(m * t, d)).unsqueeze(0)
-    step = max(1, _PRODUCTS // (groups * d * d))
-    return torch.stack([(part @ part.mT).sum(0) for part in x.split(step)]).sum(0)
+    step = _PRODUCTS // (groups * d * d)
+    if step < 8 and groups == 1:  # a product per example would be larger than what is multiplied
+        return total(
+            gram(part.squeeze(1).mT.reshape(-1, d)) for part in x.split(max(1, _PRODUCTS // (d * t)))
+        ).unsqueeze(0)
+    return total((part @ part.mT).sum(0) for part in x.split(max(1, step)))
 
 
 def _contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)

@@ -218,7 +218,7 @@ class Predictable(ABC):
 
     def _weight_draws(self, inputs: Inputs, draws: Draws, exact: bool) -> Tensor:  # (S, N, C)
         """Outputs under draws of the weights; where one run is all, it is kept for all draws."""
-        if exact or self.posterior.fit.linear:
+        if self.posterior.fit.linear:
             runs = list(self._runs(inputs, whole=True))
             return predicting.sampled(self.posterior, lambda: runs, draws, exact)
         return predicting.sampled(self.posterior, lambda: self._runs(inputs), draws, exact)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace.algebra import gram
+from laplace.algebra import gram, total
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.linear import bias
 from laplace.backprop.layers.shifts import shifted_gram, shifts_apply
@@ -72,8 +72,7 @@ class Patches:
         n, groups, i, t = self.shape
         step = max(1, _CHUNK // (groups * i * t))
         parts = (by_feature(self.conv, self.x[s : s + step].flatten(0, 1)) for s in range(0, n, step))
-        grams = [gram(part[0].T).unsqueeze(0) if groups == 1 else part @ part.mT for part in parts]
-        return torch.stack(grams).sum(0)
+        return total(gram(part[0].T).unsqueeze(0) if groups == 1 else part @ part.mT for part in parts)
 
     def mean(self) -> Tensor:  # (N, Gr, I, 1)
         n, groups, i, t = self.shape
