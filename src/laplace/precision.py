@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -38,6 +38,11 @@ def as_called() -> Iterator[None]:
         for device, dtype in _callers.get():
             stack.enter_context(torch.autocast(device, dtype))
         yield
+
+
+def rounding(dtypes: Iterable[torch.dtype]) -> float:
+    """The relative error of one operation in the coarsest of these dtypes, and of those that the network is cast to."""
+    return max(torch.finfo(dtype).eps for dtype in (*dtypes, *(dtype for _, dtype in _callers.get())))
 
 
 def plainly(function: Function) -> Function:

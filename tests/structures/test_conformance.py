@@ -31,6 +31,8 @@ KINDS = [kind for kind in CURVATURES if kind != "hessian"]  # the exact Hessian 
 
 TASKS = {"classification": 3, "regression": 2}
 KINDS = ["ggn", "ef", "mc", "sketch"]  # sums of J^T v v^T J for vectors v of output space
+SLOW = ("ef", "mc")  # only in the slow suite for structures that are built on others of the registry:
+MANY = ("block", "ekfac", "inf", "lowrank")
 SCALE = 0.7
 N, NEW = 9, 4
 
@@ -284,7 +286,12 @@ class Conformance:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is not None and issubclass(metafunc.cls, Conformance):
-        kinds = [*itertools.product(["last_layer", "all"], metafunc.cls.kinds)]
+        kinds = [
+            pytest.param(
+                subset, kind, marks=[pytest.mark.slow] if kind in SLOW and metafunc.cls.structure in MANY else []
+            )
+            for subset, kind in itertools.product(["last_layer", "all"], metafunc.cls.kinds)
+        ]
         if STRUCTURES[metafunc.cls.structure].scattered:
             kinds.append(("subnetwork", "ggn"))
         metafunc.parametrize(("subset", "curvature"), kinds)

@@ -32,6 +32,11 @@ class Arrangement:
             return tensor.unflatten(lead, (n, -1))
         return tensor.unflatten(lead, (-1, n)).transpose(lead, lead + 1)
 
+    @property
+    def flattened(self) -> bool:
+        """Whether examples share a dimension with positions, so that a shape alone does not show whose a row is."""
+        return self.kind in ("rows", "columns")
+
     def holds(self, shape: torch.Size, n: int) -> bool:
         """Whether a tensor of that shape can hold n examples."""
         if self.kind == "first":
@@ -53,32 +58,20 @@ class Arrangement:
         return tensor.squeeze(1) if self.kind == "second" else tensor
 
 
-def detect(touched: list[Tensor]) -> Arrangement | None:
-    """The arrangement of a tensor from where gradients that concern one example alone have touched it (bool).
+def detect(touched: list[Tensor], examples: list[int], n: int) -> Arrangement | None:
+    """The arrangement of a tensor of n examples from where gradients that concern one alone have touched it (bool).
 
-    `touched` has one mask per example. None where only interacting examples explain them.
+    `touched` has one mask for each of some `examples`. None where only interacting examples explain them.
     """
-    n, shape = len(touched), touched[0].shape
     for kind in ("first", "second", "rows", "columns"):
         arrangement = Arrangement(kind)
-        if kind in ("rows", "columns") and shape[0] == n:
+        if arrangement.flattened and touched[0].shape[0] == n:
             continue
         parts = [arrangement.split(mask, n) for mask in touched]
-        others = (part[torch.arange(n) != i] for i, part in enumerate(parts) if part is not None)
+        others = (part[torch.arange(n) != i] for i, part in zip(examples, parts, strict=True) if part is not None)
         if all(part is not None for part in parts) and not any(bool(rest.any()) for rest in others):
             return arrangement
     return None
-
-
-def tensors_in(value: object) -> list[Tensor]:
-    """All tensors in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 def is_float(tensor: Tensor) -> bool:

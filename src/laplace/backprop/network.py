@@ -18,7 +18,7 @@ from torch.jit import ScriptModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.algebra import gram
-from laplace.backprop.plan import Plan, make_plan, zeros_for
+from laplace.backprop.plan import Learned, Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
 from laplace.backprop.uses import Dense, Use, Written, along
 from laplace.batches import Inputs
@@ -50,6 +50,9 @@ class Network:
         self.budget, self.plan, self.reduce = budget, plan, reduce
         self.twice_differentiable = twice_differentiable
         self._read = 0  # numbers in an example's inputs
+        self.item_size = max(
+            [4, *(p.element_size() for p in self.replica.parameters())]
+        )  # bytes of a gradient's number
         self._recorder: tuple[Plan | None, Recorder | None] = (None, None)
         if any(isinstance(module, ScriptModule) for module in self.replica.modules()):
             raise ModelError(
@@ -66,10 +69,10 @@ class Network:
         """Run a batch with its graph; gradients with respect to the inputs only `with_grad`."""
         inputs = inputs.normal_tensors()
         self._read = sum(t.numel() for t in inputs.tensors()) // (inputs.size or 1)
-        plan = self.planned(inputs)
+        plan, own = self.planned(inputs), False  # whether it is of this batch
         f, calls = self._recorded(inputs, plan, with_grad)
-        if not plan.fits(calls, f.shape[0]):
-            plan = self.plan = make_plan(self.replica, self.weights.layout.whole, inputs)
+        while misfits := plan.misfits(f, calls):
+            plan, own = self._make_plan(inputs, plan.without(misfits) if own else plan.learned), True
             f, calls = self._recorded(inputs, plan, with_grad)
         return NetworkForward(self, plan, inputs, f, calls, with_grad)
 
@@ -78,7 +81,7 @@ class Network:
         try:
             with torch.inference_mode(False), torch.enable_grad(), self._kernels():
                 recorder.start(inputs.size, attached)
-                return inputs.call(self.replica), recorder.calls
+                return self.readable(inputs, plan).call(self.replica), recorder.calls
         finally:
             recorder.stop()
 
@@ -88,7 +91,7 @@ class Network:
         if recorder is None or made_for is not plan:
             if recorder is not None:
                 recorder.remove()
-            recorder = Recorder(self.replica, plan.hooked, plan.repeated)
+            recorder = Recorder(self.replica, plan.hooked, plan.learned.repeated)
             self._recorder = plan, recorder
         return recorder
 
@@ -99,8 +102,16 @@ class Network:
     def planned(self, inputs: Inputs) -> Plan:
         """The plan, made anew where the old one was made on a single example."""
         if self.plan is None or (self.plan.examples == 1 and (inputs.size or 1) > 1):
-            self.plan = make_plan(self.replica, self.weights.layout.whole, inputs)
+            return self._make_plan(inputs, None if self.plan is None else self.plan.learned)
         return self.plan
+
+    def _make_plan(self, inputs: Inputs, learned: Learned | None) -> Plan:
+        self.plan = make_plan(self.replica, self.weights.layout.whole, inputs, learned)
+        return self.plan
+
+    def readable(self, inputs: Inputs, plan: Plan) -> Inputs:
+        """Inputs that the network may write to, if it does: they are read again."""
+        return inputs.map(torch.clone) if plan.learned.writes else inputs
 
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
         """The inputs cut so that the gradients of all outputs fit into the budget."""
@@ -108,7 +119,7 @@ class Network:
             yield inputs
             return
         width = self.planned(inputs.normal_tensors()).width
-        step = self.budget.count(4 * width * (2 * n_outputs + 4), share=0.5)
+        step = self.budget.count(self.item_size * width * (2 * n_outputs + 4), share=0.5)
         for start in range(0, inputs.size, step):
             yield inputs.part(start, start + step)
 
@@ -138,7 +149,7 @@ class NetworkForward:
         named, layout = dict(self.network.replica.named_parameters()), self.network.weights.layout
         tensors = [named[name] for name in layout.names]
         numbers = 4 * self.plan.width * self.f.shape[0] + layout.whole.n_params
-        chunk = self.network.budget.count(4 * numbers, share=0.5)
+        chunk = self.network.budget.count(self.network.item_size * numbers, share=0.5)
         with torch.enable_grad():
             return HessianMoments(loss(self.f.to(self.dtype)), tensors, layout, chunk, self.dtype)
 
@@ -148,7 +159,7 @@ class NetworkForward:
         eye = torch.eye(c, dtype=self.dtype, device=self.f.device)
         v = (eye if outputs is None else eye[outputs]).unsqueeze(1).expand(-1, n, -1)
         uses = self._uses(v, self._batched(len(v)), first=True)
-        return Written(uses, lambda: _rows(uses, self.network.budget))
+        return Written(uses, lambda: _rows(uses, self.network))
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """J step."""
@@ -162,7 +173,7 @@ class NetworkForward:
         moved = dict(zip(layout.names, tensors, strict=True))
 
         def run(chosen: dict[str, Tensor]) -> Tensor:
-            return self.inputs.call_with(replica, chosen)
+            return self.network.readable(self.inputs, self.plan).call_with(replica, chosen)
 
         together = self.network.budget.count(8 * self.dtype.itemsize * self.plan.width * self.f.shape[0], share=0.5)
         if len(steps) > together:
@@ -175,14 +186,17 @@ class NetworkForward:
                 return torch.stack([run({k: t[s] for k, t in moved.items()}) for s in range(len(steps))]).to(self.dtype)
 
     def _parts(self, v: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Vectors to be sent back at once or one by one, whichever is cheaper: both are tried on the first few."""
-        fit = self.network.budget.count(4 * self.plan.width * self.f.shape[0] * 3)
-        if not self.plan.seconds and len(v) > 3 and fit > 1:
+        """Vectors to be sent back as many at once as fit or one by one, whichever is cheaper: both are tried first."""
+        if not self.plan.seconds and len(v) > 3 and self._fit > 1:
             yield v[:1], False
-            yield v[1:3], True
-            v = v[3:]
+            v = v[1:]
         batched = self._batched(len(v))
-        yield from ((part, batched and len(part) > 1) for part in v.split(fit))
+        yield from ((part, batched and len(part) > 1) for part in v.split(self._fit if batched else 1))
+
+    @property
+    def _fit(self) -> int:
+        """How many vectors' gradients fit into the budget."""
+        return self.network.budget.count(self.network.item_size * self.plan.width * self.f.shape[0] * 3)
 
     def _uses(self, v: Tensor, batched: bool, first: bool) -> list[Use]:  # v: (K, N, C)
         start = time.process_time()
@@ -204,7 +218,7 @@ class NetworkForward:
             for use, size in zip(found, layout.sizes, strict=True)
         ]
         for use in uses:
-            use.chunk = self.network.budget.count(4, share=0.125)
+            use.chunk = self.network.budget.count(self.network.item_size, share=0.125)
         return uses
 
     def _send(self, v: Tensor, batched: bool) -> list[Tensor]:
@@ -217,10 +231,13 @@ class NetworkForward:
         if batched:
             try:
                 with quiet():
-                    out = torch.autograd.grad(self.f, edges, v, is_grads_batched=True, **options)
+                    out = [
+                        torch.autograd.grad(self.f, edges, part, is_grads_batched=True, **options)
+                        for part in v.split(self._fit)
+                    ]
                 return [
-                    zeros_for(g, torch.Size((len(v), *shape)), dtype, v)
-                    for g, (shape, dtype) in zip(out, kinds, strict=True)
+                    zeros_for(_joined([part[i] for part in out]), torch.Size((len(v), *shape)), dtype, v)
+                    for i, (shape, dtype) in enumerate(kinds)
                 ]
             except RuntimeError:  # an operation without a batching rule: remembered
                 self.plan.seconds[True] = float("inf")
@@ -229,11 +246,10 @@ class NetworkForward:
         return [torch.stack(gs) if len(gs) > 1 else gs[0].unsqueeze(0) for gs in sent]
 
     def _batched(self, k: int) -> bool:
-        """Whether vectors go back all at once: what was cheaper so far, if they fit; each way is tried once."""
-        if 4 * k * self.plan.width * self.f.shape[0] * 3 > self.network.budget.chunk:
-            return False
+        """Whether vectors go back as many at once as fit: what was cheaper so far; each way is tried once."""
         seconds = self.plan.seconds
-        return k > 1 and (True not in seconds or (False in seconds and seconds[True] <= seconds[False]))
+        several = min(k, self._fit) > 1
+        return several and (True not in seconds or (False in seconds and seconds[True] <= seconds[False]))
 
 
 class NetworkMoments:
@@ -249,7 +265,7 @@ class NetworkMoments:
 
     def gram(self) -> Tensor:  # (P, P)
         total = None
-        for rows in _rows(self.parameters, self.network.budget):
+        for rows in _rows(self.parameters, self.network):
             term = gram(rows.flatten(0, 1))
             total = term if total is None else total.add_(term)
         assert total is not None
@@ -259,7 +275,7 @@ class NetworkMoments:
         """Coefficients <G, u> of all parameters together, sent back; some examples at a time."""
         vectors, n = vectors.to(self.parameters[0].g), self.parameters[0].shape[1]
         each = sum(use.load(len(vectors)) for use in self.parameters)
-        step = self.network.budget.count(4 * each, share=0.25)
+        step = self.network.budget.count(self.network.item_size * each, share=0.25)
         total = None
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
@@ -282,10 +298,16 @@ def _scale(v: Tensor) -> float:
     return 2.0 ** (4 - math.ceil(math.log2(max(float(v.abs().max()), 1e-30))))
 
 
-def _rows(uses: list[Use], budget: Budget) -> Iterator[Tensor]:
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    """The gradients of some vectors after those of others; None where there are none."""
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if len(there) > 1 else there[0] if there else None
+
+
+def _rows(uses: list[Use], network: Network) -> Iterator[Tensor]:
     """The gradients of all parameters side by side, (K, n, P), for some examples at a time."""
     k, n, _ = uses[0].shape
     width = sum(use.shape[2] for use in uses)
-    step = budget.count(4 * k * width, share=0.25)
+    step = network.budget.count(network.item_size * k * width, share=0.25)
     for start in range(0, n, step):
         yield torch.cat([use.contracted(slice(start, min(start + step, n))) for use in uses], 2)

@@ -1,26 +1,28 @@
 """Which rule explains which parameter: decided on a few examples of the first batch, and audited against autograd.
 
 Every parameter starts with the rule of its module's type. Where a module was not called, or the rule's gradient is not
-autograd's, the parameter goes to the generic rule at the nearest module above that was called, up to the whole network.
-A gradient that not even that explains is an error that names the layer.
+autograd's, or a later batch's examples are not where the rule looks for them, the parameter goes to the generic rule at
+the nearest module above that was called, up to the whole network. A gradient that not even that explains is an error
+that names the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from laplace.backprop.arrangement import Arrangement, detect
+from laplace.backprop.arrangement import Arrangement, detect, version
 from laplace.backprop.layers import RULES, Call, Generic, Rule
 from laplace.backprop.layers.generic import WholeNetwork
 from laplace.backprop.record import Recorded, Recorder
 from laplace.backprop.uses import Use, combined
 from laplace.batches import Inputs
 from laplace.errors import LaplaceError, ModelError, quiet
+from laplace.precision import rounding
 from laplace.weights.layout import Layout
 
 EXAMPLES = 5  # on which the audit is made
@@ -35,16 +37,59 @@ class Owner:
     arrangement: Arrangement = field(default_factory=Arrangement)
 
 
+class RuleFailed(ModelError):
+    """A rule that does not run on a call of its module."""
+
+    def __init__(self, owner: Owner, error: Exception) -> None:
+        self.names = list(owner.keys.values())
+        super().__init__(
+            f"the network, or a part of it, does not run on one example alone, as the gradients of {self.names[:3]} "
+            f"need: {error} Do examples interact (BatchNorm without running statistics)?"
+        )
+
+
+@dataclass
+class Learned:
+    """What the batches so far have shown of a network; it only grows, so that plans come to rest."""
+
+    called: set[str] = field(default_factory=lambda: {""})  # modules
+    repeated: set[str] = field(default_factory=set)  # modules whose output is computed once for the whole batch
+    refused: dict[str, set[str]] = field(default_factory=dict)  # parameters -> modules that do not explain them
+    writes: bool = False  # whether the network writes to its inputs
+
+    def copy(self) -> Learned:
+        """Another one that can grow by itself."""
+        refused = {name: set(paths) for name, paths in self.refused.items()}
+        return Learned(set(self.called), set(self.repeated), refused, self.writes)
+
+    def refuse(self, owners: dict[str, Owner], names: Iterable[str]) -> list[str]:
+        """Hand parameters up from those that own them now; the names of those that are at the top already."""
+        stuck = []
+        for name in names:
+            held = {path for path, owner in owners.items() if name in owner.keys.values() and not owner.rule.whole}
+            self.refused.setdefault(name, set()).update(held)
+            if not held:
+                stuck.append(name)
+        return stuck
+
+    def ladder(self, site: str, name: str) -> list[str]:
+        """The modules that may explain a parameter's use at `site`, from the nearest to the root."""
+        parts = site.split(".")[:-1]
+        paths = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+        return [path for path in paths if path in self.called and path not in self.refused.get(name, ())] + [""]
+
+
 @dataclass
 class Plan:
     """The rules of a network."""
 
     owners: dict[str, Owner]
-    repeated: set[str] = field(default_factory=set)  # modules whose output is computed once for the whole batch
+    learned: Learned = field(default_factory=Learned)
     unused: set[str] = field(default_factory=set)  # parameters that the outputs do not depend on
     examples: int = 0  # that the audit saw
-    width: int = 0  # numbers in the recorded outputs, per example
+    width: int = 0  # numbers in the recorded outputs and in gradients that are written out, per example
     seconds: dict[bool, float] = field(default_factory=dict)  # of a backward pass, batched or not
+    seen: set[tuple[object, ...]] = field(default_factory=set)  # shapes for which no example has strayed
 
     def rule_of(self, name: str) -> str:
         """The name of the rule that explains a parameter."""
@@ -55,83 +100,121 @@ class Plan:
     def uses(self, layout: Layout, calls: list[tuple[Recorded, list[Tensor]]], n: int, v: Tensor, inputs: Inputs,
              network: nn.Module, reduce: bool, first: bool) -> list[Use | None]:  # fmt: skip
         """The uses of all parameters, given the gradients at the outputs of every recorded call; None where unused."""
-        found: dict[str, list[Use]] = {name: [] for name in layout.names}
+        made = []
         for call, gs in calls:
             owner = self.owners[call.name]
             call.check_unwritten()
-            made = Call(call.module, call.args, call.kwargs, owner.arrangement, n)
-            for key, use in owner.rule.uses(made, list(owner.keys), gs, reduce, first).items():
-                found[owner.keys[key]].append(use)
+            made.append((owner, Call(call.module, call.args, call.kwargs, owner.arrangement, n), gs))
         root = self.owners.get("")
-        if root is not None and isinstance(root.rule, WholeNetwork):
-            made = Call(network, (), {"inputs": inputs}, root.arrangement, n)
-            for key, use in root.rule.uses(made, list(root.keys), [v], reduce, first).items():
-                found[root.keys[key]].append(use)
+        if root is not None and root.rule.whole:
+            made.append((root, Call(network, (), {"inputs": inputs}, root.arrangement, n), [v]))
+        found: dict[str, list[Use]] = {name: [] for name in layout.names}
+        for owner, call, gs in made:
+            try:
+                uses = owner.rule.uses(call, list(owner.keys), gs, reduce, first)
+            except (LaplaceError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # whatever a module may raise on one example
+                raise RuleFailed(owner, error) from error
+            for key, use in uses.items():
+                found[owner.keys[key]].append(use)
         named = zip(layout.names, layout.parts, strict=True)
         return [
             combined([use if part is None else use.at(part.index) for use in found[name]]) if found[name] else None
             for name, part in named
         ]
 
-    def fits(self, calls: list[Recorded], n: int) -> bool:
-        """Whether the examples are where they were when the plan was made; another length may show otherwise."""
-        return all(self.owners[call.name].arrangement.holds(shape, n) for call in calls for shape in call.shapes)
+    def misfits(self, f: Tensor, calls: list[Recorded]) -> set[str]:
+        """The modules in whose outputs the examples are not where they were when the plan was made."""
+        n = f.shape[0]
+        shapes = [(call.name, shape) for call in calls for shape in call.shapes]
+        found = {name for name, shape in shapes if not self.owners[name].arrangement.holds(shape, n)}
+        if found or n == 1:
+            return found
+        signature = (n, *(shape for _, shape in shapes))
+        unsure = [c for c in calls if signature not in self.seen or self.owners[c.name].arrangement.flattened]
+        found = self._strays(f, unsure) if unsure else found
+        if not found:
+            self.seen.add(signature)
+        return found
+
+    def _strays(self, f: Tensor, calls: list[Recorded]) -> set[str]:
+        """The modules at which every second example has a gradient though nothing was sent back from it."""
+        v = random_vectors(f)
+        v[1::2] = 0
+        edges = [(call.name, edge) for call in calls for edge in call.edges]
+        gs = torch.autograd.grad(f, [edge for _, edge in edges], v, retain_graph=True, allow_unused=True)
+        found = set()
+        for (name, _), g in zip(edges, gs, strict=True):
+            split = None if g is None else self.owners[name].arrangement.split(g, f.shape[0])
+            if split is not None and bool(split[1::2].abs().gt(0).any()):
+                found.add(name)
+        return found
+
+    def without(self, paths: Collection[str]) -> Learned:
+        """What is known, and that these modules do not explain their parameters."""
+        learned = self.learned.copy()
+        learned.refuse(self.owners, [name for path in paths for name in self.owners[path].keys.values()])
+        return learned
 
     @property
     def hooked(self) -> list[str]:
         """The modules whose calls must be recorded."""
-        return [name for name, owner in self.owners.items() if not isinstance(owner.rule, WholeNetwork)]
+        return [name for name, owner in self.owners.items() if not owner.rule.whole]
 
 
-def make_plan(replica: nn.Module, layout: Layout, inputs: Inputs) -> Plan:
-    """The plan for a network, from a few examples."""
+def make_plan(replica: nn.Module, layout: Layout, inputs: Inputs, learned: Learned | None = None) -> Plan:
+    """The plan for a network, from a few examples and what is known of it already."""
     inputs = inputs.part(0, EXAMPLES)
+    learned = Learned() if learned is None else learned.copy()
+    _watch(replica, inputs, learned)
+    sites = _sites(replica, layout)
+    while True:
+        plan = Plan(_owners(replica, sites, learned), learned)
+        if _audit(plan, replica, layout, inputs):
+            return plan
+
+
+def random_vectors(f: Tensor) -> Tensor:
+    """Vectors of output space that are always the same."""
+    return torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
+
+
+def _watch(replica: nn.Module, inputs: Inputs, learned: Learned) -> None:
+    """Learn which modules are called, and whether inputs are written to."""
+    own = inputs.map(torch.clone)
+    handles = [
+        module.register_forward_pre_hook(lambda m, a, name=name: learned.called.add(name))
+        for name, module in replica.named_modules()
+    ]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            own.call(replica)
+    finally:
+        for handle in handles:
+            handle.remove()
+    learned.writes |= any(version(t) > 0 for t in own.tensors())
+
+
+def _sites(replica: nn.Module, layout: Layout) -> dict[str, list[str]]:
+    """Where each tensor is registered: at several places where it is tied."""
     names = {id(p): name for name, p in replica.named_parameters() if name in set(layout.names)}
-    called = _called(replica, inputs)
-    sites: dict[str, list[str]] = {name: [] for name in layout.names}  # where each tensor is registered
+    sites: dict[str, list[str]] = {name: [] for name in layout.names}
     for path, module in replica.named_modules():
         for key, p in module._parameters.items():
             if p is not None and id(p) in names:
                 sites[names[id(p)]].append(f"{path}.{key}" if path else key)
-    above = dict.fromkeys(layout.names, 0)  # how many called modules above its own a parameter is handed to
-    repeated: set[str] = set()
-    while True:
-        plan = Plan(_owners(replica, sites, above, called), set(repeated))
-        if not _audit(plan, replica, layout, inputs, above, repeated, sites, called):
-            return plan
+    return sites
 
 
-def _called(replica: nn.Module, inputs: Inputs) -> set[str]:
-    called: set[str] = {""}
-    handles = [
-        module.register_forward_pre_hook(lambda m, a, name=name: called.add(name))
-        for name, module in replica.named_modules()
-    ]
-    with torch.inference_mode(False), torch.no_grad():
-        inputs.call(replica)
-    for handle in handles:
-        handle.remove()
-    return called
-
-
-def _ladder(site: str, called: set[str]) -> list[str]:
-    """The called modules that hold a parameter, from the nearest to the root."""
-    parts = site.split(".")[:-1]
-    paths = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
-    return [path for path in paths if path in called]
-
-
-def _owners(
-    replica: nn.Module, sites: dict[str, list[str]], above: dict[str, int], called: set[str]
-) -> dict[str, Owner]:
+def _owners(replica: nn.Module, sites: dict[str, list[str]], learned: Learned) -> dict[str, Owner]:
     owners: dict[str, Owner] = {}
     for name, places in sites.items():
         for site in places:
-            ladder = _ladder(site, called)
-            path = ladder[min(above[name], len(ladder) - 1)]
-            own = site.rpartition(".")[0]
+            path = learned.ladder(site, name)[0]
             module = replica.get_submodule(path)
-            special = type(module) in RULES and path == own and above[name] == 0
+            own = path == site.rpartition(".")[0] and path not in learned.refused.get(name, ())
+            special = type(module) in RULES and own
             if path not in owners:
                 rule = RULES[type(module)] if special else WholeNetwork() if path == "" else Generic()
                 owners[path] = Owner(rule)
@@ -143,66 +226,83 @@ def _owners(
     return owners
 
 
-def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs, above: dict[str, int], repeated: set[str],
-           sites: dict[str, list[str]], called: set[str]) -> bool:  # fmt: skip
-    """Compare every parameter's gradient with autograd's; whether something had to be changed for another try."""
+def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bool:
+    """Compare every parameter's gradient with autograd's; what does not agree is learned for another try."""
     parameters = dict(replica.named_parameters())
-    recorder = Recorder(replica, plan.hooked, plan.repeated)
+    recorder = Recorder(replica, plan.hooked, plan.learned.repeated)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             recorder.start(inputs.size)
-            f = inputs.call(replica)
+            f = inputs.map(torch.clone).call(replica)
             recorder.active = False
         if not f.requires_grad:
             raise ModelError("the network's output does not depend on any uncertain weight (is it detached?).")
-        n = f.shape[0]
-        v = torch.randn(f.shape, generator=torch.Generator().manual_seed(0)).to(f)
-        alone = torch.eye(n, dtype=v.dtype, device=v.device).unsqueeze(2) * v  # (N, N, C): each example by itself
+        n, v = f.shape[0], random_vectors(f)
         tracked = [parameters[name] for name in layout.names]
         try:
             expected = torch.autograd.grad(f, tracked, v, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise ModelError(f"autograd cannot differentiate the network: {error}") from error
         edges = [edge for call in recorder.calls for edge in call.edges]
-        touched = _sent(f, edges, alone, plan)
+        probed = torch.linspace(0, n - 1, min(n, EXAMPLES)).round().long()
+        touched = _sent(f, edges, _alone(v, probed), plan)
         sent = torch.autograd.grad(f, edges, v, allow_unused=True) if edges else ()
     finally:
         recorder.remove()
     plan.examples = n
     plan.unused = {name for name, g in zip(layout.names, expected, strict=True) if g is None}
-    plan.width = sum(shape.numel() for call in recorder.calls for shape in call.shapes) // n
-    if _arrange(plan, recorder.calls, touched, above, repeated):
-        return True
+    plan.width = _width(plan, recorder.calls, parameters, n)
+    if not _arrange(plan, recorder.calls, touched, probed.tolist(), n):
+        return False
     calls, index = [], 0
     for call in recorder.calls:
         gs = [zeros_for(g, shape, dtype, f)[None] for g, shape, dtype in zip(sent[index:], call.shapes, call.dtypes)]  # noqa: B905
         calls.append((call, gs))
         index += len(call.edges)
-    failed = []
-    largest = max(float(want.abs().max()) for want in expected if want is not None)
     try:
         found = plan.uses(layout, calls, n, v[None], inputs, replica, False, True)
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, LaplaceError):
+    except RuleFailed as failure:
+        if plan.learned.refuse(plan.owners, failure.names):
             raise
-        alone = [
-            name for owner in plan.owners.values() if isinstance(owner.rule, Generic) for name in owner.keys.values()
-        ]
+        return False
+    eps = rounding({f.dtype, *(p.dtype for p in tracked), *(dtype for call in recorder.calls for dtype in call.dtypes)})
+    failed = _differing(layout.names, found, expected, eps)
+    if stuck := plan.learned.refuse(plan.owners, failed):
         raise ModelError(
-            f"the network, or a part of it, does not run on one example alone, as the gradients of {alone[:3]} need: "
-            f"{error} Do examples interact (BatchNorm without running statistics)?"
-        ) from error
-    for name, use, want in zip(layout.names, found, expected, strict=True):
+            f"the gradient of {stuck[0]!r} on a whole batch is not the sum of its examples' own gradients: examples "
+            "interact in the network (BatchNorm without running statistics does that), or it draws random numbers "
+            "in eval mode. A posterior needs independent examples: give BatchNorm running statistics."
+        )
+    return not failed
+
+
+def _width(plan: Plan, calls: list[Recorded], parameters: Mapping[str, Tensor], n: int) -> int:
+    written = {key for o in plan.owners.values() if isinstance(o.rule, Generic) for key in o.keys.values()}
+    outputs = sum(shape.numel() for call in calls for shape in call.shapes)
+    return outputs // n + sum(parameters[name].numel() for name in written)
+
+
+def _alone(v: Tensor, examples: Tensor) -> Tensor:  # (N, C), (k,) -> (k, N, C)
+    """The vectors of some examples, each by itself."""
+    alone = v.new_zeros(len(examples), *v.shape)
+    alone[torch.arange(len(examples)), examples] = v[examples]
+    return alone
+
+
+def _differing(
+    names: Sequence[str], found: Sequence[Use | None], expected: Sequence[Tensor | None], eps: float
+) -> list[str]:
+    """The parameters whose gradients are not the expected ones; some are zero but for rounding."""
+    sizes = [0.0 if want is None else float(want.abs().max()) for want in expected]
+    each, all_ = min(10 * eps**0.5, 0.1), min(1e3 * eps, 0.02) * max(sizes)
+    failed = []
+    for name, use, want, size in zip(names, found, expected, sizes, strict=True):
         if want is None:
             continue
         got = torch.zeros_like(want).flatten() if use is None else use.contracted(slice(None)).detach().sum((0, 1))
-        eps = torch.finfo(want.dtype).eps
-        allowed = (
-            10 * eps**0.5 * float(want.abs().max()) + 1e3 * eps * largest
-        )  # some gradients are zero but for rounding
-        if float((got - want.flatten()).abs().max()) > allowed:
+        if float((got - want.flatten()).abs().max()) > each * size + all_:
             failed.append(name)
-    return _hand_up(failed, above, sites, called)
+    return failed
 
 
 def _sent(
@@ -223,45 +323,34 @@ def _sent(
 def _arrange(
     plan: Plan,
     calls: list[Recorded],
-    touched: Sequence[tuple[Tensor | None, ...]],
-    above: dict[str, int],
-    repeated: set[str],
+    touched: Sequence[tuple[Tensor | None, ...]],  # one for each probed example
+    probed: list[int],
+    n: int,
 ) -> bool:
-    """Find where the examples are in each module's tensors; whether the plan had to be changed."""
-    seen: dict[str, set[Arrangement]] = {}
-    changed, index = False, 0
+    """Find where the examples are in each module's tensors; where they are in no known place, that is learned."""
+    seen: dict[str, set[Arrangement | None]] = {}
+    repeated, index = plan.learned.repeated, 0
+    found = len(repeated)
     for call in calls:
         for shape in call.shapes:
             marks = [gradients[index] for gradients in touched]
             index += 1
             masks = [torch.zeros(shape, dtype=torch.bool) if mark is None else mark.cpu() != 0 for mark in marks]
-            arrangement = detect(masks) if shape else None
+            arrangement = detect(masks, probed, n) if shape else None
             if arrangement is None and shape[:1] == (1,) and call.name not in repeated:
                 repeated.add(call.name)
-                changed = True
-                continue
-            seen.setdefault(call.name, set()).add(arrangement or Arrangement("unknown"))
+            seen.setdefault(call.name, set()).add(arrangement)
+    if len(repeated) > found:
+        return False
+    unknown = []
     for path, kinds in seen.items():
-        if len(kinds) == 1 and Arrangement("unknown") not in kinds:
-            plan.owners[path].arrangement = kinds.pop()
-        elif not changed:
-            for name in plan.owners[path].keys.values():
-                above[name] += 1
-            changed = True
-    return changed
-
-
-def _hand_up(failed: list[str], above: dict[str, int], sites: dict[str, list[str]], called: set[str]) -> bool:
-    for name in failed:
-        longest = max(len(_ladder(site, called)) for site in sites[name])
-        if above[name] >= longest - 1 + (longest == 1):
-            raise ModelError(
-                f"the gradient of {name!r} on a whole batch is not the sum of its examples' own gradients: examples "
-                "interact in the network (BatchNorm without running statistics does that), or it draws random numbers "
-                "in eval mode. A posterior needs independent examples: give BatchNorm running statistics."
-            )
-        above[name] += 1
-    return bool(failed)
+        arrangement = kinds.pop() if len(kinds) == 1 else None
+        if arrangement is None:
+            unknown += plan.owners[path].keys.values()
+        else:
+            plan.owners[path].arrangement = arrangement
+    plan.learned.refuse(plan.owners, unknown)
+    return not unknown
 
 
 def zeros_for(g: Tensor | None, shape: torch.Size, dtype: torch.dtype, like: Tensor) -> Tensor:

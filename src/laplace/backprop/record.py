@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from laplace.backprop.arrangement import is_float, tensors_in, version
+from laplace.backprop.arrangement import is_float, version
 from laplace.errors import ModelError
+from laplace.nested import map_tensors, tensors_in
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Recorder:
             if not self.active:
                 return None
             if name in self.repeated:
-                output = _map(output, self._repeat)
+                output = map_tensors(output, self._repeat)
             outputs = [t for t in tensors_in(output) if is_float(t)]
             missing = [t for t in outputs if not t.requires_grad]
             if missing:
@@ -74,7 +75,7 @@ class Recorder:
                 )
             read = tensors_in((args, kwargs))
             if not self.attached:
-                args, kwargs = _map((args, kwargs), lambda t: t.detach())
+                args, kwargs = map_tensors((args, kwargs), lambda t: t.detach())
             self.calls.append(
                 Recorded(
                     name,
@@ -96,15 +97,3 @@ class Recorder:
         if self.n > 1 and output.dim() > 1 and output.shape[0] == 1 and is_float(output):
             return output.expand(self.n, *output.shape[1:])
         return output
-
-
-def _map(value: Any, f: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return f(value)
-    if isinstance(value, dict):
-        mapped = {key: _map(item, f) for key, item in value.items()}
-        return mapped if type(value) is dict else type(value)(mapped)
-    if isinstance(value, (tuple, list)):
-        items = [_map(item, f) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

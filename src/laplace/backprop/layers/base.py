@@ -26,23 +26,26 @@ class Call:
         """The module's main input, given by position or as the keyword `name`."""
         return self.args[0] if self.args else self.kwargs[name]
 
-    def by_example(self, tensor: Tensor, lead: int = 0) -> Tensor:
-        """The tensor with its examples first (after `lead` dimensions); what is the same for all is repeated."""
-        split = self.arrangement.split(tensor, self.n, lead)
-        if split is not None:
-            return split
-        shape = (*tensor.shape[:lead], self.n, *tensor.shape[lead + 1 :])
-        return (
-            tensor.expand(shape)
-            if tensor.shape[lead] == 1
-            else tensor.unsqueeze(lead).expand(*tensor.shape[:lead], self.n, *tensor.shape[lead:])
-        )
+    def gradient(self, g: Tensor) -> Tensor:  # (K, *output shape) -> (K, N, ...)
+        """A gradient at an output with its examples after the vectors."""
+        split = self.arrangement.split(g, self.n, 1)
+        if split is None:
+            raise ValueError(f"an output of shape {tuple(g.shape[1:])} does not hold {self.n} examples")
+        return split
+
+    def by_example(self, tensor: Tensor) -> Tensor:  # -> (N, ...)
+        """An input with its examples first; a batch of one from which all examples' outputs are made is repeated."""
+        split = self.arrangement.split(tensor, self.n)
+        if split is None and tensor.shape[0] != 1:
+            raise ValueError(f"an input of shape {tuple(tensor.shape)} does not hold {self.n} examples")
+        return tensor.expand(self.n, *tensor.shape[1:]) if split is None else split
 
 
 class Rule(ABC):
     """One kind of layer."""
 
     name: str
+    whole = False  # whether it explains the network as a whole, not the calls of a module
 
     @abstractmethod
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:

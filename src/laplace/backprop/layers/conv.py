@@ -26,8 +26,8 @@ class Conv(Rule):
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
         conv = call.module
         assert isinstance(conv, nn.modules.conv._ConvNd)
-        g = call.by_example(gs[0], 1)  # (K, N, O, *positions), or (K, N, frames, O, *positions)
-        x = call.by_example(call.read("input"))
+        g = call.gradient(gs[0])  # (K, N, O, *positions), or (K, N, frames, O, *positions)
+        x = call.by_example(call.read("input")).to(g.dtype)
         sides = len(conv.kernel_size)
         if g.dim() == sides + 4:  # frames: further positions
             g = g.flatten(4).permute(0, 1, 3, 2, 4)

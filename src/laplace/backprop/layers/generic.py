@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from laplace.backprop.arrangement import is_float, tensors_in
+from laplace.backprop.arrangement import is_float
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.uses import Dense, Use
 from laplace.errors import quiet
+from laplace.nested import replace_tensors, tensors_in
+from laplace.precision import as_called
 
 
 class Generic(Rule):
@@ -30,14 +32,16 @@ class Generic(Rule):
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
         parameters = {key: call.module.get_parameter(key).detach() for key in keys}
-        inputs = [t for t in tensors_in((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        inputs = tensors_in((call.args, call.kwargs))
         split = [call.arrangement.split(t, call.n) for t in inputs]
-        cotangents = [call.by_example(g, 1) for g in gs]  # (K, N, ...)
+        cotangents = [call.gradient(g) for g in gs]  # (K, N, ...)
 
         def outputs(chosen: dict[str, Tensor], examples: list[Tensor]) -> list[Tensor]:
-            alone = [call.arrangement.alone(t) if s is not None else t for t, s in zip(examples, split, strict=True)]
-            args, kwargs = _replace((call.args, call.kwargs), iter(alone))
-            out = functional_call(call.module, chosen, args, kwargs)
+            own = [t.clone() for t in examples]  # the module may write to them
+            alone = [call.arrangement.alone(t) if s is not None else t for t, s in zip(own, split, strict=True)]
+            args, kwargs = replace_tensors((call.args, call.kwargs), iter(alone))
+            with as_called():
+                out = functional_call(call.module, chosen, args, kwargs)
             found = [call.arrangement.of_alone(t) for t in tensors_in(out) if is_float(t)][: len(gs)]
             return [t.to(g.dtype) for t, g in zip(found, gs, strict=True)]
 
@@ -58,7 +62,7 @@ class Generic(Rule):
         if self.vectorised:
             try:
                 return self._with_vmap(outputs, parameters, values, dims, cotangents)
-            except (RuntimeError, ValueError, NotImplementedError, TypeError):
+            except Exception:
                 self.vectorised = False  # no batching rule: remembered, the loop below is exact too
         return self._in_a_loop(outputs, parameters, values, dims, cotangents)
 
@@ -97,28 +101,20 @@ class WholeNetwork(Generic):
     """The generic rule at the root: the network itself, run on one example of its inputs."""
 
     name = "generic, whole network"
+    whole = True
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
         network: nn.Module = call.module
         inputs = call.kwargs["inputs"]  # laplace.batches.Inputs
         parameters = {key: network.get_parameter(key).detach() for key in keys}
+        values = inputs.tensors()
+        dims = [0 if t.shape[:1] == (call.n,) else None for t in values]  # None: the same for all examples
 
         def outputs(chosen: dict[str, Tensor], examples: list[Tensor]) -> list[Tensor]:
-            alone = iter([t.unsqueeze(0) for t in examples])
-            return [inputs.with_tensors(alone).call_with(network, chosen).squeeze(0).to(gs[0].dtype)]
+            own = iter(
+                [t.clone() if d is None else t.clone().unsqueeze(0) for t, d in zip(examples, dims, strict=True)]
+            )
+            return [inputs.with_tensors(own).call_with(network, chosen).squeeze(0).to(gs[0].dtype)]
 
-        values = inputs.tensors()
-        grads = self.pull_back(outputs, parameters, values, [0] * len(values), gs)
+        grads = self.pull_back(outputs, parameters, values, dims, gs)
         return {key: Dense(grad.reshape(*grad.shape[:2], -1).to(gs[0].dtype)) for key, grad in grads.items()}
-
-
-def _replace(value: Any, tensors: Any) -> Any:
-    """`value` with its tensors replaced one after the other."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: _replace(item, tensors) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_replace(item, tensors) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

@@ -14,11 +14,12 @@ class Linear(Rule):
     name = "linear"
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
-        a, g = call.by_example(call.read("input")), call.by_example(gs[0], 1)
+        g = call.gradient(gs[0])
         g = g.reshape(*g.shape[:2], -1, g.shape[-1]).mT.unsqueeze(2)  # (K, N, 1, O, T)
         uses: dict[str, Use] = {}
         weight = None
         if "weight" in keys:
+            a = call.by_example(call.read("input")).to(g.dtype)
             a = a.reshape(a.shape[0], -1, a.shape[-1]).mT.unsqueeze(1)  # (N, 1, I, T)
             uses["weight"] = weight = Outer(Stored(a), g, reduce, first)
         if "bias" in keys:

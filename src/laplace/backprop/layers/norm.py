@@ -15,11 +15,11 @@ class Norm(Rule):
     name = "norm"
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
-        module, g = call.module, call.by_example(gs[0], 1)  # (K, N, ...)
+        module, g = call.module, call.gradient(gs[0])  # (K, N, ...)
         framed = g.dim() > gs[0].dim()  # several rows of the module's batch belong to one example
         uses: dict[str, Use] = {}
         if "weight" in keys:
-            x_hat = call.by_example(_normalised(module, call.read("input"))).to(g.dtype)
+            x_hat = call.by_example(_normalised(module, call.read("input").to(g.dtype)))
             uses["weight"] = Dense(_onto_parameter(module, g * x_hat, framed))
         if "bias" in keys:
             uses["bias"] = Dense(_onto_parameter(module, g, framed))
@@ -33,7 +33,8 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, eps=module.eps)
     assert isinstance(module, nn.modules.batchnorm._BatchNorm)
     batch_statistics = module.running_mean is None  # examples interact: the audit says so
-    return F.batch_norm(x, module.running_mean, module.running_var, training=batch_statistics, eps=module.eps)
+    mean, var = (None if t is None else t.to(x.dtype) for t in (module.running_mean, module.running_var))
+    return F.batch_norm(x, mean, var, training=batch_statistics, eps=module.eps)
 
 
 def _onto_parameter(module: nn.Module, g: Tensor, framed: bool) -> Tensor:  # (K, N, ...) -> (K, N, p)
