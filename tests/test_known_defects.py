@@ -184,3 +184,18 @@ def test_many_classes_just_work():
     la.optimize_prior_precision()
     for link in ("probit", "bridge", "mc"):
         assert la(x[:4], link_approx=link, n_samples=10).isfinite().all()
+
+
+def test_gp_honours_new_noise_and_a_refit_counts_the_data_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x, y = torch.randn(14, 2, dtype=torch.float64), torch.randn(14, 1, dtype=torch.float64)
+    la = Laplace(model, "regression", "all", "gp").fit([(x, y)])
+    before, loss = la(x)[1], la.loss
+    la.sigma_noise = 0.3
+    assert float((la(x)[1] - before).abs().max()) > 1e-3
+    other = Laplace(model, "regression", "all", "gp", sigma_noise=0.3).fit([(x, y)])
+    torch.testing.assert_close(la(x)[1], other(x)[1])
+    la.fit([(x, y)])
+    assert la.loss == pytest.approx(loss)
+    torch.testing.assert_close(la(x)[1], other(x)[1])
