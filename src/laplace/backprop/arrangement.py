@@ -43,7 +43,7 @@ class Arrangement:
             return len(shape) > 0 and shape[0] == n
         if self.kind == "second":
             return len(shape) > 1 and shape[1] == n
-        return len(shape) > 0 and shape[0] % n == 0
+        return len(shape) > 0 and shape[0] > 0 and shape[0] % n == 0
 
     def alone(self, example: Tensor) -> Tensor:
         """One example of `split` as the module takes a batch of one."""

@@ -336,7 +336,7 @@ def _arrange(
             marks = [gradients[index] for gradients in touched]
             index += 1
             masks = [torch.zeros(shape, dtype=torch.bool) if mark is None else mark.cpu() != 0 for mark in marks]
-            arrangement = detect(masks, probed, n) if shape else None
+            arrangement = detect(masks, probed, n) if shape and shape.numel() else None
             if arrangement is None and shape[:1] == (1,) and call.name not in repeated:
                 repeated.add(call.name)
             seen.setdefault(call.name, set()).add(arrangement)

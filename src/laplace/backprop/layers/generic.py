@@ -29,11 +29,12 @@ class Generic(Rule):
 
     def __init__(self) -> None:
         self.vectorised = True
+        self.constants: set[tuple[int, int]] = set()  # inputs that held no examples: number of inputs, and which
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
         parameters = {key: call.module.get_parameter(key).detach() for key in keys}
         inputs = tensors_in((call.args, call.kwargs))
-        split = [call.arrangement.split(t, call.n) for t in inputs]
+        split = [self._split(call, t, (len(inputs), i)) for i, t in enumerate(inputs)]
         cotangents = [call.gradient(g) for g in gs]  # (K, N, ...)
 
         def outputs(chosen: dict[str, Tensor], examples: list[Tensor]) -> list[Tensor]:
@@ -49,6 +50,13 @@ class Generic(Rule):
         values = [t if s is None else s for t, s in zip(inputs, split, strict=True)]
         grads = self.pull_back(outputs, parameters, values, dims, cotangents)
         return {key: Dense(grad.reshape(*grad.shape[:2], -1).to(gs[0].dtype)) for key, grad in grads.items()}
+
+    def _split(self, call: Call, tensor: Tensor, slot: tuple[int, int]) -> Tensor | None:
+        """An input by example; a mask of T positions is none though there be T examples, which the audit has seen."""
+        split = None if slot in self.constants else call.arrangement.split(tensor, call.n)
+        if split is None:
+            self.constants.add(slot)
+        return split
 
     def pull_back(
         self,
