@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import warnings
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -66,8 +67,12 @@ class Row:
 def main() -> None:
     """Measure, write the results, the table of the page and its figure."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--redraw", action="store_true", help="draw the last results again, measure nothing")
     parser.add_argument("--repeats", type=int, default=3, help="turns that compared things take, at least (default 3)")
     options = parser.parse_args()
+    if options.redraw:
+        draw([Row(**row) for row in json.loads(RESULTS.read_text())["results"]], FIGURE)
+        return
     use_one_thread()
     warnings.simplefilter("ignore", LaplaceWarning)
     here = machine.describe()
@@ -202,13 +207,25 @@ def draw(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(1, len(networks), figsize=(11, 4.6), sharey=True, layout="constrained")
     for panel, network in zip(axes, networks, strict=True):
         own = [row for row in rows if row.network == network]
-        for row in own:
+        taken: list[tuple[float, float]] = []  # where labels begin, in decades
+        for row in sorted(own, key=lambda row: -row.variance):
             error = max(row.variance, 1e-4)
             colour = "tab:blue" if row.kl is not None else "tab:orange"
             panel.scatter(row.bytes, error, s=28, color=colour, zorder=3)
-            panel.annotate(row.structure, (row.bytes, error), (5, 5), textcoords="offset points", fontsize=8)
-        panel.set(xscale="log", yscale="log", xlabel="bytes kept", title=network)
-        panel.margins(x=0.18, y=0.12)
+            left = any(
+                row.bytes < other.bytes < 2.5 * row.bytes and abs(other.variance - row.variance) < 0.1 for other in own
+            )
+            x, y = math.log10(row.bytes) + (-0.12 if left else 0.12), math.log10(error)
+            while not left and any(abs(x - a) < 1.3 and abs(y - b) < 0.13 for a, b in taken):
+                y -= 0.02
+            if not left:
+                taken.append((x, y))
+            panel.annotate(
+                row.structure, (row.bytes, error), (10**x, 10**y), fontsize=8, va="center",
+                ha="right" if left else "left",
+                arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "0.5"},
+            )  # fmt: skip
+        panel.set(xscale="log", yscale="log", xlabel="bytes kept", title=network, xlim=(2e3, 5e9))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("median relative error of the predictive variances\n(1e-4: exact up to rounding)")
     figure.savefig(path, dpi=130)
