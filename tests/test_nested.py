@@ -65,7 +65,7 @@ def test_a_mapping_that_cannot_be_written_to_becomes_a_dict():
     assert map_tensors(MappingProxyType({"a": one(), "b": 1}), torch.neg)["b"] == 1
 
 
-@pytest.mark.parametrize("value", [3, "text", None, Box, object()], ids=repr)
+@pytest.mark.parametrize("value", [3, "text", None, Box, object()], ids=["number", "text", "none", "class", "object"])
 def test_what_holds_no_tensor_is_the_same_object(value):
     assert tensors_in(value) == []
     assert map_tensors(value, torch.neg) is value

@@ -85,3 +85,14 @@ def test_bad_input_is_refused():
         laplace.plan(network(), batch()[0], "classification")
     with pytest.raises(KeyError):
         laplace.plan(network(), batch(), "classification")["none"]
+
+
+def test_options_of_laplace_are_those_of_the_plan(capsys):
+    indices = torch.tensor([0, 5, 600])
+    preview = laplace.plan(network(), batch(), "classification", "subnetwork", subnetwork_indices=indices)
+    assert "3 uncertain weights" in str(preview)
+    assert preview["full"].fits
+    assert "needs whole tensors" in str(preview)
+    small, large = (laplace.plan(network(), batch(), "classification", rank=rank) for rank in (5, 50))
+    assert small["lowrank"].bytes < large["lowrank"].bytes
+    assert small["kron"].bytes == large["kron"].bytes

@@ -7,7 +7,7 @@ two or so where products dominate, too low for tiny networks, which spend their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from laplace.batches import device_of, split
 from laplace.budget import in_bytes
 from laplace.curvature import CURVATURES
 from laplace.errors import LaplaceError
+from laplace.functional import FUNCTIONAL
 from laplace.laplace import Laplace
 from laplace.options import whole_number
 from laplace.precision import plain
-from laplace.structures import STRUCTURES
+from laplace.structures import STRUCTURES, Structure
 
 _EXAMPLES = 2
+_KINDS = (*STRUCTURES.values(), *FUNCTIONAL.values())
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,23 @@ def plan(
     `batch` is one of the training loader; all other options are those of `Laplace`. Returns the table.
     """
     number = whole_number(n_data, "n_data")
-    la = Laplace(model, likelihood, subset_of_weights, "diag", curvature=curvature, **options)
+    own = {key: options.pop(key) for key in list(options) if any(key in made.options for made in _KINDS)}
+    options |= {"curvature": curvature}
+    la = Laplace(model, likelihood, subset_of_weights, "diag", **options)
+
+    def structure(name: str) -> Structure:
+        """One that is made with those of its own options that were given."""
+        made = FUNCTIONAL["sod"] if name == "gp" else STRUCTURES[name]
+        given = {key: value for key, value in own.items() if key in made.options}
+        return Laplace(model, likelihood, subset_of_weights, name, **options, **given).structure
+
     with plain():
-        preview = _previewed(la, batch, number)
+        preview = _previewed(la, batch, number, structure)
     print(preview)
     return preview
 
 
-def _previewed(la: Laplace, batch: Any, n_data: int) -> Preview:
+def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Structure]) -> Preview:
     inputs, y = split(batch, la._keys, 0)
     inputs, y = inputs.to(device_of(la.model)).part(0, _EXAMPLES), y[:_EXAMPLES]
     weights = la._find_weights(inputs, keep=False)
@@ -124,7 +135,7 @@ def _previewed(la: Laplace, batch: Any, n_data: int) -> Preview:
     found = []
     for name in [*STRUCTURES, "gp"]:
         try:
-            structure = Laplace(la.model, la.likelihood, la.subset_of_weights, name, curvature=la.curvature).structure
+            structure = made(name)
         except LaplaceError as error:
             found.append(Option(name, 0, 0.0, False, str(error).split(". ")[0]))
             continue

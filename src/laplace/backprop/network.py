@@ -62,8 +62,10 @@ class Network:
 
     def room(self) -> int:
         """As many as a narrow network computes in the time that it takes to call it."""
-        width = 0 if self.plan is None else self.plan.width + self._read
-        return min(_NARROW, self.budget.chunk // 64) // width if width else 0
+        if self.plan is None or not self.plan.width:
+            return 0
+        numbers = min(_NARROW, self.budget.chunk // 64)
+        return min(numbers // self.plan.width, 4 * numbers // max(1, self._read))
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> NetworkForward:
         """Run a batch with its graph; gradients with respect to the inputs only `with_grad`."""
@@ -189,7 +191,8 @@ class NetworkForward:
         """Vectors to be sent back as many at once as fit or one by one, whichever is cheaper: both are tried first."""
         if not self.plan.seconds and len(v) > 3 and self._fit > 1:
             yield v[:1], False
-            v = v[1:]
+            yield v[1:3], True
+            v = v[3:]
         batched = self._batched(len(v))
         yield from ((part, batched and len(part) > 1) for part in v.split(self._fit if batched else 1))
 

@@ -206,8 +206,8 @@ class Predictable(ABC):
             f"the joint covariance of {mean.numel():,} outputs",
             instead,
         )
-        covariance = self.posterior.gaussian.joint(forward.jacobian(chosen))
-        return mean.flatten(), covariance.flatten(2).flatten(0, 1)
+        covariance = self.posterior.gaussian.joint(forward.jacobian(chosen)).flatten(2).flatten(0, 1)
+        return mean.flatten(), (covariance + covariance.mT) / 2
 
     def _function_draws(self, inputs: Inputs, draws: Draws) -> Tensor:  # (S, N, C)
         """Draws of the outputs at all inputs together."""

@@ -21,6 +21,10 @@ class OutputGaussian:
     variance: Tensor  # (N, C)
     covariance: Tensor | None = None  # (N, C, C)
 
+    def __post_init__(self) -> None:
+        if self.covariance is not None:  # rounding in float32 leaves it a little skewed
+            object.__setattr__(self, "covariance", (self.covariance + self.covariance.mT) / 2)
+
     def draws(self, how: Draws) -> Iterator[Tensor]:
         """Draws for consecutive chunks of inputs, (S, n, C) each; without covariances, outputs are independent."""
         step = max(1, _CHUNK // (how.n * self.mean.shape[1]))

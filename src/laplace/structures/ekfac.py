@@ -101,4 +101,5 @@ def _told_apart(factor: Tensor) -> Tensor:  # (Gr, D, D)
     places = torch.arange(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     uneven = (places * 0.6180339887) % 1  # no symmetry of a factor is one of these numbers
     largest = factor.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
-    return factor + _APART * (largest * uneven).diag_embed()
+    apart = max(_APART, 4 * torch.finfo(factor.dtype).eps)
+    return factor + apart * (largest * uneven).diag_embed()

@@ -162,9 +162,8 @@ class InfGaussian(BlockGaussian):
             return whole - (y.T @ y).reshape(whole.shape).to(whole)
         step = max(1, _CHUNK // (c * len(self.algebra.w)))
         parts = [slice(start, min(start + step, n)) for start in range(0, n, step)]
-        return whole - torch.cat([_TAKEN[what](self._along(jacobian, s), *(a[s] for a in args)) for s in parts]).to(
-            whole
-        )
+        taken = torch.cat([_TAKEN[what](self._along(jacobian, s), *(a[s] for a in args)) for s in parts]).to(whole)
+        return (whole - taken).clamp(min=0) if what == "variance" else whole - taken
 
     def traces(self, each: bool) -> Traces:
         if each:

@@ -49,7 +49,7 @@ class LowRankCurvature(Curvature):
             if squares is None or along is None:  # the same for every precision that all weights share
                 squares, along = gaussian.prior.variance(jacobian) * gaussian.shared, jacobian.along(self.vectors)
             explained = gaussian.algebra.explained(along / gaussian.shared)
-            yield squares / gaussian.shared - explained.square().sum(0).to(squares)
+            yield (squares / gaussian.shared - explained.square().sum(0).to(squares)).clamp(min=0)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class LowRankGaussian(Gaussian):
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         prior = self.prior.variance(jacobian)
-        return prior - self._explained(jacobian).square().sum(0).to(prior)
+        return (prior - self._explained(jacobian).square().sum(0).to(prior)).clamp(min=0)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
         prior, along = self.prior.covariance(jacobian), self._explained(jacobian)

@@ -178,7 +178,9 @@ class Spectrum:
     @property
     def share(self) -> float | None:
         """The kept eigenvalues' part of the trace."""
-        return None if self.trace is None else float(self.eigenvalues.sum()) / self.trace
+        if self.trace is None:
+            return None
+        return float(self.eigenvalues.sum()) / self.trace if self.trace else 1.0
 
     def __repr__(self) -> str:
         values, n = self.eigenvalues, len(self.eigenvalues)

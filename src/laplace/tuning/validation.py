@@ -171,5 +171,5 @@ def _categorical_nll(p: Tensor, y: Tensor) -> Tensor:
 def _gaussian_nll(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
     """Of independent normals for variances (N, C), of a multivariate normal for covariances (N, C, C)."""
     if spread.dim() == 3:
-        return -MultivariateNormal(mean, spread).log_prob(y).mean()
+        return -MultivariateNormal(mean, (spread + spread.mT) / 2).log_prob(y).mean()  # float32 leaves it skewed
     return -Normal(mean, spread.sqrt()).log_prob(y).sum(-1).mean()
