@@ -15,23 +15,40 @@ from laplace.errors import NumericalError
 EIGH = 6.0  # multiplications of an eigendecomposition, in units of the cube of its side
 SYMMETRIC = 0.6  # share of the multiplications that `gram` takes of a whole product
 _HELD = 2**22  # numbers collected before a product, at most
+_ENOUGH = 512  # rows that a large product is as fast with as with more
 _MANY = 512  # columns from which half a product is worth several calls
-_LONG = 2**12  # rows from which it is worth them for few columns, too
+_ALIGNED = 16  # strips begin at multiples of it: kernels work on whole registers
+_LONG = 2**11  # rows from which it is worth them for few columns, too
 _PRECISE = 256  # columns up to which sums and decompositions are in float64
 
 
 def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     """rows^T rows; where that pays, only the lower triangle is computed, in strips, and mirrored."""
     m, d = rows.shape
-    strips = 4 if d >= _MANY else 3 if d >= 16 and m >= _LONG else 1
-    if strips == 1:
+    if d < _MANY and (d < _ALIGNED or m < _LONG):
         return rows.T @ rows
-    out = rows.new_empty(d, d)
-    for k in range(strips):
-        a, b = k * d // strips, (k + 1) * d // strips
-        torch.mm(rows[:, a:b].T, rows[:, :b], out=out[a:b, :b])
-        out[:a, a:b] = out[a:b, :a].T
-    return out
+    return _mirror(_add_half(rows.new_zeros(d, d), rows))
+
+
+def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
+    """Add rows^T rows to the lower triangle."""
+    for a, b in _strips(len(total)):
+        total[a:b, :b].addmm_(rows[:, a:b].T, rows[:, :b])
+    return total
+
+
+def _mirror(total: Tensor) -> Tensor:  # (D, D)
+    """Write the lower triangle to the upper one."""
+    for a, b in _strips(len(total)):
+        total[:a, a:b] = total[a:b, :a].T
+    return total
+
+
+def _strips(d: int) -> list[tuple[int, int]]:
+    """Neighbouring rows of a matrix; a strip is multiplied out up to its end."""
+    count = 8 if d >= _MANY else 3
+    ends = [k * d // count // _ALIGNED * _ALIGNED for k in range(count)]
+    return list(zip(ends, [*ends[1:], d], strict=True))
 
 
 def total(terms: Iterable[Tensor]) -> Tensor:
@@ -101,7 +118,7 @@ class Rows:
 
 
 class GramSum:
-    """A running sum of `Rows`; those of small batches are collected in one buffer before the product."""
+    """A running sum of `Rows`; few rows are collected in one buffer before the product."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -109,12 +126,15 @@ class GramSum:
         self._filled = 0
 
     def add(self, rows: Tensor) -> None:  # (M, D)
-        """Count further rows; they are copied, since a loader may reuse its memory."""
+        """Count further rows; they are copied or multiplied now, since a loader may reuse its memory."""
         m, d = rows.shape
+        if m >= _ENOUGH and d >= _MANY:
+            self._take(rows)
+            return
         if self._buffer is None:
             self._buffer = rows.new_empty(max(m, min(_HELD // d, 8 * d)), d)
         if self._filled + m > len(self._buffer):
-            self.flush()
+            self._empty()
         if m > len(self._buffer):
             self._take(rows)
         else:
@@ -127,11 +147,17 @@ class GramSum:
 
     def flush(self) -> Tensor:  # (D, D)
         """The sum of everything so far."""
+        self._empty()
+        assert self.total is not None
+        return _mirror(self.total) if len(self.total) >= _MANY else self.total
+
+    def _empty(self) -> None:
         if self._filled and self._buffer is not None:
             self._take(self._buffer[: self._filled])
             self._filled = 0
-        assert self.total is not None
-        return self.total
 
     def _take(self, rows: Tensor) -> None:
-        self.add_gram(gram(rows))
+        if rows.shape[1] < _MANY:
+            self.add_gram(gram(rows))
+        else:  # one triangle until the end
+            self.total = _add_half(rows.new_zeros(2 * rows.shape[1:]) if self.total is None else self.total, rows)

@@ -189,10 +189,15 @@ class NetworkForward:
 
     def _parts(self, v: Tensor) -> Iterator[tuple[Tensor, bool]]:
         """Vectors to be sent back as many at once as fit or one by one, whichever is cheaper: both are tried first."""
-        if not self.plan.seconds and len(v) > 3 and self._fit > 1:
-            yield v[:1], False
-            yield v[1:3], True
-            v = v[3:]
+        seconds = self.plan.seconds
+        if not seconds and len(v) > 6 and self._fit > 1:
+            yield v[:1], False  # what is done once for all vectors is done here
+            for part, batched in ((v[1:2], False), (v[2:6], True)):
+                start = time.process_time()
+                yield part, batched  # back when all that is taken of them has been
+                if seconds.get(batched) != float("inf"):
+                    seconds[batched] = (time.process_time() - start) / part.numel()
+            v = v[6:]
         batched = self._batched(len(v))
         yield from ((part, batched and len(part) > 1) for part in v.split(self._fit if batched else 1))
 
@@ -205,8 +210,7 @@ class NetworkForward:
         start = time.process_time()
         scale = _scale(v) if self.f.dtype is torch.float16 else 1.0
         sent = self._send((v * scale if scale != 1 else v).to(self.f.dtype), batched)
-        if self.plan.seconds.get(batched) != float("inf"):
-            self.plan.seconds[batched] = (time.process_time() - start) / v.numel()
+        self.plan.seconds.setdefault(batched, (time.process_time() - start) / v.numel())
         calls, index = [], 0
         for call in self.calls:
             gs = sent[index : index + len(call.edges)]

@@ -88,7 +88,7 @@ class Plan:
     unused: set[str] = field(default_factory=set)  # parameters that the outputs do not depend on
     examples: int = 0  # that the audit saw
     width: int = 0  # numbers in the recorded outputs and in gradients that are written out, per example
-    seconds: dict[bool, float] = field(default_factory=dict)  # of a backward pass, batched or not
+    seconds: dict[bool, float] = field(default_factory=dict)  # for a number sent back, batched or not
     seen: set[tuple[object, ...]] = field(default_factory=set)  # shapes for which no example has strayed
 
     def rule_of(self, name: str) -> str:

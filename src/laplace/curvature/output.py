@@ -108,9 +108,9 @@ class OutputCurvature:
     def root(self) -> Tensor:  # (K, N, C)
         """Vectors v_k with sum_k v_k v_k^T = Lambda: those sent back. C - 1 for softmax, whose Lambda is singular.
 
-        diag(p) - p p^T = diag(q) (I - q q^T) diag(q) with q = sqrt(p) of length 1; I - q q^T = R R^T for the last
-        C - 1 columns R of the Householder reflection that takes q to a unit vector: that of the likeliest class, which
-        changes places with the first, so that nothing cancels where p is nearly 1.
+        diag(p) - p p^T = diag(q) (I - q q^T) diag(q) with q = sqrt(p) of length 1; I - q q^T = R R^T for all
+        columns R, but one, of the Householder reflection that takes q to a unit vector: that of the likeliest class,
+        whose column is left out, so that nothing cancels where p is nearly 1.
         """
         if self.diagonal is None:
             assert self.vectors is not None
@@ -120,12 +120,12 @@ class OutputCurvature:
             return scale.diag_embed().permute(1, 0, 2)
         q = torch.nn.functional.normalize(self.vectors[0] / scale.clamp(min=torch.finfo(scale.dtype).tiny), dim=-1)
         top = q.argmax(-1, keepdim=True)  # (N, 1)
-        w, scale = _exchanged(q, top), _exchanged(scale, top)
-        w[:, 0] += 1
-        factor = w[:, 1:].T * (-2 / w.square().sum(-1))  # (C - 1, N)
+        others = torch.arange(1, q.shape[-1], device=q.device).expand(len(q), -1)
+        others = others.where(others != top, 0).T  # (C - 1, N): all classes but the likeliest
+        w = q.scatter_add(-1, top, torch.ones_like(q[:, :1]))
+        factor = w.T.gather(0, others) * (-2 / w.square().sum(-1))
         v = factor.unsqueeze(-1) * (scale * w)
-        v.diagonal(offset=1, dim1=0, dim2=2).add_(scale[:, 1:])
-        return _exchanged(v, top.expand(len(v), -1, -1))
+        return v.scatter_add_(-1, others.unsqueeze(-1), scale.T.gather(0, others).unsqueeze(-1))
 
     def between(self, x: Tensor) -> Tensor:  # (r, N, C) -> (r, r)
         """sum over n of x_n Lambda_n x_n^T, without a root."""
@@ -145,9 +145,3 @@ class OutputCurvature:
             total = outer if total is None else total + outer
         assert total is not None
         return total
-
-
-def _exchanged(x: Tensor, places: Tensor) -> Tensor:  # (..., C), (..., 1)
-    """A copy with the first entry and the one at `places` exchanged."""
-    first, other = x[..., :1], x.gather(-1, places)
-    return x.scatter(-1, places, first).index_copy_(-1, places.new_zeros(1), other)
