@@ -135,7 +135,7 @@ def test_bad_calls_are_refused_and_nothing_changes():
     with pytest.raises(InputError, match="gave no batch"):
         la.optimize_prior_precision(method="gridsearch", val_loader=[])
     with pytest.raises(UnsupportedError, match="marglik"):
-        la.optimize_prior_precision(method="gridsearch", val_loader=validation, prior_structure="layerwise")
+        la.optimize_prior_precision(method="gridsearch", val_loader=validation, prior_structure="diag")
     with pytest.raises(OptionError, match="grid_size"):
         la.optimize_prior_precision(method="gridsearch", val_loader=validation, grid_size=0)
     with pytest.raises(OptionError, match="log_prior_prec_min < log_prior_prec_max"):
