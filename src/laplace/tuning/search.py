@@ -2,7 +2,7 @@
 
 A whole grid is one round: the data is read once for it. A coordinate's best grid value is refined between its
 neighbours. Where there are several coordinates, the precisions of all tensors first move together; then sweeps move
-one coordinate at a time, over its whole grid at first and within the grid's spacing after, until a sweep gains nothing.
+one coordinate at a time, over its grid and ever closer around where it is, until a sweep gains nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from laplace.posterior import Posterior
 from laplace.tuning.result import Point, Tuned
 from laplace.tuning.space import Space
 
-_FINE = 9  # values looked at between two neighbours of a grid
+_PARTS = 5  # into which the space between neighbours of a grid is cut
 _SWEEPS = 4  # over all coordinates, at most
 _LEAST_GAIN = 1e-5  # of a sweep over all coordinates, relative to a score of 1 or more
 _ROUNDING = 1e-10
@@ -87,7 +87,7 @@ class Search:
         for sweep in range(_SWEEPS if len(self.grids) > 1 else 0):
             before = self.value
             for i, grid in enumerate(self.grids):
-                self.move([i], grid if sweep == 0 else self._around(i, _spacing(grid)))
+                self.move([i], torch.cat([grid, self._around(i, _spacing(grid) / 2**sweep)]))
             if before - self.value < _LEAST_GAIN * max(1.0, abs(before)):
                 return
 
@@ -98,7 +98,7 @@ class Search:
         step = _spacing(grid)
         for _ in range(times):
             self.move(index, self._around(index[0], step))
-            step = 2 * step / (_FINE + 1)
+            step = step / _PARTS
 
     def found(self, method: str) -> Tuned:
         """The best point; values at the edge of their grid are warned of."""
@@ -112,8 +112,8 @@ class Search:
     def _around(self, i: int, step: float) -> Tensor:
         """Values between the two at distance `step` from where coordinate i is, without these and the middle."""
         low, high = self.grids[i][0], self.grids[i][-1]
-        offsets = torch.linspace(-step, step, _FINE + 2).to(self.x)[1:-1]
-        values = self.x[i] + offsets[offsets.abs() > _ROUNDING]
+        parts = torch.arange(1, _PARTS).to(self.x) / _PARTS
+        values = self.x[i] + step * torch.cat([-parts.flip(0), parts])
         return values[(values >= low) & (values <= high)]
 
     def _edges(self) -> list[str]:
