@@ -86,13 +86,6 @@ def method_named(name: str) -> str:
     return choice("gridsearch" if name == "CV" else name, ["marglik", "gridsearch"], "method")
 
 
-def tuning_named(name: str) -> str:
-    """'evidence', 'validation' or 'bayesian'; laplace-torch's names are other names for the first two."""
-    word = str(getattr(name, "value", name))
-    others = {"marglik": "evidence", "gridsearch": "validation", "CV": "validation"}
-    return choice(others.get(word, name), ["evidence", "validation", "bayesian"], "method")
-
-
 def whole_number(value: object, what: str, least: int = 1) -> int:
     """A whole number that is large enough."""
     try:

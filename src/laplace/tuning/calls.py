@@ -15,13 +15,14 @@ from laplace.batches import Inputs, Keys, prediction_batches, training_batches
 from laplace.budget import Budget
 from laplace.errors import InputError, OptionError, UnsupportedError, choice, shown
 from laplace.likelihoods import Likelihood
-from laplace.options import method_named, pred_type_named, tuning_named, whole_number
+from laplace.options import method_named, pred_type_named, whole_number
 from laplace.posterior import Posterior
 from laplace.precision import plainly
 from laplace.prior import positive
+from laplace.tuning import result
 from laplace.tuning.bayesian import bayesian_search
 from laplace.tuning.evidence import maximise_evidence
-from laplace.tuning.result import KINDS, Tuned, named
+from laplace.tuning.result import KINDS, Tuned
 from laplace.tuning.scores import How, Tally
 from laplace.tuning.search import Search, log_grid
 from laplace.tuning.space import Space, groups_of
@@ -85,7 +86,7 @@ class Tunable(ABC):
         variance, y), or a metric object. With `ood_loader`, inputs from outside the distribution, it is minus
         `ood_weight` times the mean entropy of the predictive there.
         """
-        method, kinds = tuning_named(method), named(names)
+        method, kinds = result.method_named(method), result.names_of(names)
         usual = "layerwise" if method == "bayesian" else "scalar"
         groups = choice(usual if prior_structure is None else prior_structure, PRIOR_STRUCTURES, "prior_structure")
         if method == "evidence":

@@ -96,9 +96,16 @@ class Tuned:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def named(names: Sequence[str]) -> list[str]:
+def names_of(names: Sequence[str]) -> list[str]:
     """The hyperparameters of these names, each once; of no name the prior precision."""
     found = [choice(name, KINDS, "what to tune") for name in names] or ["prior_precision"]
     if len(set(found)) < len(found):
         raise OptionError(f"each hyperparameter is named once; got {', '.join(map(repr, found))}.")
     return found
+
+
+def method_named(name: str) -> str:
+    """'evidence', 'validation' or 'bayesian'; laplace-torch's names are other names for the first two."""
+    word = str(getattr(name, "value", name))
+    others = {"marglik": "evidence", "gridsearch": "validation", "CV": "validation"}
+    return choice(others.get(word, name), ["evidence", "validation", "bayesian"], "method")
