@@ -25,9 +25,7 @@ from laplace.errors import (
     OptionError,
     StaleWarning,
     UnsupportedError,
-    choice,
     warn,
-    whole_number,
 )
 from laplace.fitting import Accumulator, check_finite
 from laplace.functional.fitting import SubsetAccumulator
@@ -35,8 +33,6 @@ from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.options import (
     curvature_named,
     generator_or_none,
-    method_named,
-    pred_type_named,
     refuse_others,
     require_served,
     samples_of,
@@ -49,11 +45,11 @@ from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
 from laplace.structures import Kron
 from laplace.summary import summary
-from laplace.tuning import How, log_grid, maximise_evidence, search_grid
+from laplace.tuning import Tunable
 from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed
 
 
-class Laplace(Predictable, Readable):
+class Laplace(Predictable, Tunable, Readable):
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
     model              the trained network; it is never changed
@@ -225,7 +221,7 @@ class Laplace(Predictable, Readable):
             self._warn_once(note, note)
         return self
 
-    # ---- evidence and tuning -----------------------------------------------------------------------------------
+    # ---- evidence ----------------------------------------------------------------------------------------------
 
     @plainly
     def log_marginal_likelihood(
@@ -239,58 +235,6 @@ class Laplace(Predictable, Readable):
         return self.posterior.log_evidence
 
     marglik = log_marginal_likelihood
-
-    @plainly
-    def optimize_prior_precision(
-        self,
-        pred_type: str = "glm",
-        method: str = "marglik",
-        n_steps: int = 100,
-        lr: float = 0.1,
-        init_prior_prec: float | Tensor = 1.0,
-        prior_structure: str = "scalar",
-        val_loader: Iterable[Any] | None = None,
-        loss: Any = None,
-        log_prior_prec_min: float = -4,
-        log_prior_prec_max: float = 4,
-        grid_size: int = 100,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        verbose: bool = False,
-        progress_bar: bool = False,
-        log_prior_prec_base: float = 10.0,
-        tune_sigma_noise: bool = False,
-    ) -> None:
-        """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
-
-        'marglik' needs no validation data. Newton's method finds its one optimum in a few of at most `n_steps` steps
-        from `init_prior_prec`; `lr` is accepted and not needed. `tune_sigma_noise` finds the noise of regression too.
-        'gridsearch' (or 'CV') scores a grid of scalars on `val_loader`, by the predictive negative log-likelihood or by
-        `loss`: a callable of (probabilities, y) or (mean, variance, y), or a metric object of torchmetrics.
-        """
-        groups = choice(prior_structure, ["scalar", "layerwise", "diag"], "prior_structure")
-        posterior = self.posterior
-        with torch.no_grad():
-            if method_named(method) == "marglik":
-                start = positive(init_prior_prec, "init_prior_prec").double().log().mean().exp()
-                precision, sigma = maximise_evidence(
-                    posterior, groups, float(start), tune_sigma_noise, whole_number(n_steps, "n_steps"), verbose
-                )
-            else:
-                if val_loader is None:
-                    raise OptionError("method='gridsearch' needs val_loader=, batches (x, y) that were not trained on.")
-                if groups != "scalar" or tune_sigma_noise:
-                    raise UnsupportedError(
-                        "gridsearch tunes one precision for all weights; for others: method='marglik'."
-                    )
-                kind = pred_type_named(pred_type, self.structure.functional)
-                how = How(kind, link_approx, whole_number(n_samples, "n_samples", 2), loss)
-                grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
-                precision, _ = search_grid(posterior, self._labelled_runs(val_loader, progress_bar), grid, how)
-                sigma = self._sigma
-        self.prior_precision, self.sigma_noise = precision, sigma
-        if verbose:
-            print(f"prior precision {self.prior_precision.tolist()}, noise {float(self._sigma):.4g}")
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -400,20 +344,6 @@ class Laplace(Predictable, Readable):
             yield posterior.fit.beside(forward, engine, self._budget.chunk)
         if isinstance(engine, Network):
             self._plan = engine.plan
-
-    def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[tuple[Forward, Tensor]]:
-        for batch in training_batches(loader, self.model, self._keys, progress_bar, "gridsearch"):
-            start, y = 0, batch.y
-            for forward in self._runs(batch.inputs):
-                f = forward.outputs
-                part = y if len(y) <= len(f) else y[start : start + len(f)]
-                start += len(f)
-                try:
-                    yield forward, self.likelihood.check_targets(f, part.to(f.device))
-                except InputError as error:
-                    raise InputError(f"validation batch {batch.index}: {error}") from None
-            if start != len(y):
-                raise InputError(f"validation batch {batch.index}: {len(y)} labels for {start} inputs.")
 
     def _say_what_is_not_kron(self) -> None:
         """Warn once of tensors whose gradients are no outer products."""

@@ -213,6 +213,11 @@ class Forward(Protocol):
         """What the network returned, (N, C)."""
         ...
 
+    @property
+    def held(self) -> int:
+        """How many numbers are held by whoever keeps this run."""
+        ...
+
     def moments(self, curvature: OutputCurvature) -> Iterator[Moments]:
         """What the structures accumulate, for the vectors whose outer products sum to `curvature`, some at a time."""
         ...

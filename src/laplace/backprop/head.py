@@ -100,6 +100,10 @@ class HeadForward:
         one = self.features.new_ones(1, 1)
         return [self.features if len(shape) == 2 else one for shape in self.weights.layout.shapes]
 
+    @property
+    def held(self) -> int:
+        return self.outputs.numel() + self.features.numel()
+
     def moments(self, curvature: OutputCurvature) -> Iterator[HeadMoments]:
         """Second moments for all the vectors behind `curvature` at once."""
         kept = [a.clone() for a in self.inputs]  # held back for a while, when the batch's own memory may be reused

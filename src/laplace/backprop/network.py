@@ -129,6 +129,8 @@ class Network:
 class NetworkForward:
     """One run with its graph: everything is sent back through it."""
 
+    held = 2**62  # a batch's graph is not kept for later
+
     def __init__(
         self, network: Network, plan: Plan, inputs: Inputs, f: Tensor, calls: list[Recorded], attached: bool
     ) -> None:

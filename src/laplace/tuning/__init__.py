@@ -1,6 +1,7 @@
-"""Hyperparameters: prior precision and noise, by evidence or by validation."""
+"""Hyperparameters: prior precision, noise and temperature, by evidence or by validation; units learned for variance."""
 
-from laplace.tuning.evidence import maximise_evidence
-from laplace.tuning.validation import How, log_grid, search_grid
+from laplace.tuning.calls import Tunable
+from laplace.tuning.lula import with_uncertainty_units
+from laplace.tuning.result import Point, Tuned
 
-__all__ = ["How", "log_grid", "maximise_evidence", "search_grid"]
+__all__ = ["Point", "Tunable", "Tuned", "with_uncertainty_units"]

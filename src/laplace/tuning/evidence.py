@@ -19,14 +19,13 @@ iteration takes its derivatives from autograd.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from laplace.errors import BoundaryWarning, NumericalError, OptionError, UnsupportedError, warn
-from laplace.posterior import Posterior
-from laplace.prior import Prior
+from laplace.errors import BoundaryWarning, LaplaceWarning, NumericalError, UnsupportedError, warn
+from laplace.tuning.result import Point, Tuned
+from laplace.tuning.space import Space
 
 BOUND = math.log(1e8)  # |log| of the smallest and largest precision and noise looked at
 _LONGEST_STEP = 3.0
@@ -34,66 +33,50 @@ _TOLERANCE = 1e-9  # of the evidence, in what the next step would gain
 
 
 def maximise_evidence(
-    posterior: Posterior, groups: str, start: float, with_noise: bool, max_steps: int, verbose: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The prior precision, (), (B,) or (P,), and sigma of maximal evidence."""
-    structure = posterior.fit.structure
-    if groups not in structure.prior_structures:
-        allowed = ", ".join(map(repr, structure.prior_structures))
+    space: Space, start: Tensor, max_steps: int, held: Tensor | None = None, verbose: bool = False
+) -> Tuned:
+    """The point of maximal evidence, from `start`, (K,); coordinates that are `held` stay where they are."""
+    if space.temperature:
         raise UnsupportedError(
-            f"{structure.name} has no form for prior_structure={groups!r}. It has: {allowed}; "
-            "a precision per weight needs hessian_structure='full' or 'diag'."
+            "the evidence has no optimum in the temperature: p(D given theta)^(1/T) is no normalised likelihood, and "
+            "only rewards forgetting the data (T to infinity). Tune it with method='validation', val_loader=..."
         )
-    if with_noise and not posterior.fit.likelihood.has_noise:
-        name = posterior.fit.likelihood.name
-        raise OptionError(f"tune_sigma_noise=True is for regression; {name} has no noise to tune.")
-    n_groups = {"scalar": 1, "layerwise": len(posterior.fit.layout.names), "diag": posterior.fit.layout.n_params}[
-        groups
-    ]
-    x = torch.full((n_groups,), math.log(start), dtype=torch.float64, device=posterior.fit.mean.device)
-    if with_noise:
-        x = torch.cat([x, posterior.sigma.double().log().reshape(1)])
-    problem = _Problem(posterior, groups, with_noise)
-    x, steps = _newton(problem, x, max_steps, verbose)
-    _warn_at_bounds(problem, x, steps, max_steps)
-    precision = (x[:-1] if with_noise else x).exp().to(posterior.fit.mean)
-    sigma = x[-1].exp().to(posterior.fit.mean) if with_noise else posterior.sigma
-    return precision.squeeze(0) if groups == "scalar" else precision, sigma
+    problem = _Problem(space)
+    fixed = torch.zeros_like(start, dtype=torch.bool) if held is None else held
+    x, steps = _newton(problem, start, fixed, max_steps, verbose)
+    points = tuple(Point.of(space.at(seen), value) for seen, value in problem.seen)
+    best = next(point for point, (seen, _) in zip(points, problem.seen, strict=True) if seen is x)
+    notes = _notes(problem, torch.where(fixed, 0, x), steps, max_steps)
+    for note, category in notes:
+        warn(note, category)
+    return Tuned("evidence", best, points, steps, len(points), tuple(note for note, _ in notes))
 
 
 class _Problem:
     """The evidence as a function of x = (log delta_1, ..., log delta_G [, log sigma])."""
 
-    def __init__(self, posterior: Posterior, groups: str, with_noise: bool) -> None:
-        self.posterior, self.groups, self.with_noise = posterior, groups, with_noise
-        fit, prior = posterior.fit, posterior.prior
+    def __init__(self, space: Space) -> None:
+        self.space, self.at = space, space.at
+        self.posterior, self.groups, self.with_noise = space.posterior, space.groups or "scalar", space.noise
+        fit, prior = self.posterior.fit, self.posterior.prior
         offset = (fit.mean - prior.mean.detach().to(fit.mean)).double().square()
-        sizes = {"scalar": [fit.layout.n_params], "layerwise": fit.layout.sizes, "diag": [1] * fit.layout.n_params}[
-            groups
-        ]
-        if groups == "diag":
+        if self.groups == "diag":
             self.r, self.p = offset, torch.ones_like(offset)
         else:
-            self.r = torch.stack([part.sum() for part in offset.split(sizes)])
-            self.p = torch.tensor(sizes, dtype=torch.float64, device=offset.device)
+            self.r = torch.stack([part.sum() for part in offset.split(space.sizes)])
+            self.p = torch.tensor(space.sizes, dtype=torch.float64, device=offset.device)
         self.commutes = fit.curvature.commutes
         self.q = 2.0 if fit.kind == "ef" else 1.0
         self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
-
-    def at(self, x: Tensor) -> Posterior:
-        """The posterior with these hyperparameters."""
-        delta = x[:-1] if self.with_noise else x
-        precision = delta.exp().to(self.posterior.fit.mean.dtype)
-        prior = Prior(
-            precision.squeeze(0) if self.groups == "scalar" else precision, self.posterior.prior.mean.detach()
-        )
-        sigma = x[-1].exp() if self.with_noise else self.posterior.sigma.detach()
-        return replace(self.posterior, prior=prior, sigma=sigma)
+        self.seen: list[tuple[Tensor, float]] = []
 
     def step(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Evidence, gradient, and the Newton step in the free coordinates."""
-        if not self.commutes:
-            return self._step_by_autograd(x, free)
+        found = self._step_by_traces(x, free) if self.commutes else self._step_by_autograd(x, free)
+        self.seen.append((x, float(found[0])))
+        return found
+
+    def _step_by_traces(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         posterior = self.at(x)
         delta = (x[:-1] if self.with_noise else x).exp()
         t, m = posterior.gaussian.traces(self.groups)
@@ -163,12 +146,12 @@ def _solve(
     return step
 
 
-def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tuple[Tensor, int]:
+def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose: bool) -> tuple[Tensor, int]:
     """Damped Newton ascent inside the box |x| <= BOUND."""
-    free = torch.ones_like(x, dtype=torch.bool)
+    free = ~fixed
     value, gradient, step = problem.step(x, free)
     for number in range(max_steps):
-        held = ((x >= BOUND) & (gradient > 0)) | ((x <= -BOUND) & (gradient < 0))
+        held = fixed | ((x >= BOUND) & (gradient > 0)) | ((x <= -BOUND) & (gradient < 0))
         if not torch.equal(~held, free):
             free = ~held
             value, gradient, step = problem.step(x, free)
@@ -188,7 +171,7 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
         step = step.clamp(-_LONGEST_STEP, _LONGEST_STEP)
         done = gain < problem.tolerance * max(1.0, abs(float(value)))
         for _ in range(30):
-            candidate = (x + step).clamp(-BOUND, BOUND)
+            candidate = torch.where(fixed, x, (x + step).clamp(-BOUND, BOUND))
             new = problem.step(candidate, free)
             if new[0] >= value - 1e-12 * abs(float(value)):
                 break
@@ -204,9 +187,12 @@ def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tupl
     return x, max_steps
 
 
-def _warn_at_bounds(problem: _Problem, x: Tensor, steps: int, max_steps: int) -> None:
+def _notes(problem: _Problem, x: Tensor, steps: int, max_steps: int) -> list[tuple[str, type[LaplaceWarning]]]:
+    """What the user should know of where the ascent ended."""
+    notes: list[tuple[str, type[LaplaceWarning]]] = []
     if steps == max_steps:
-        warn(f"the evidence had not converged after {max_steps} steps; give n_steps= a larger number.")
+        late = f"the evidence had not converged after {max_steps} steps; give n_steps= a larger number."
+        notes.append((late, LaplaceWarning))
     precisions = x[:-1] if problem.with_noise else x
     names = problem.posterior.fit.layout.names if problem.groups == "layerwise" else ()
     for side, reason, where in (
@@ -216,10 +202,12 @@ def _warn_at_bounds(problem: _Problem, x: Tensor, steps: int, max_steps: int) ->
         index = where.nonzero().flatten().tolist()
         if index:
             shown = f" ({', '.join(names[i] for i in index[:3])})" if names else ""
-            warn(
+            note = (
                 f"the evidence sends {len(index)} of {len(precisions)} prior precisions{shown} to {side}, as it does "
-                f"for {reason}; held at {float(x[index[0]].exp()):g}.",
-                BoundaryWarning,
+                f"for {reason}; held at {float(x[index[0]].exp()):g}."
             )
+            notes.append((note, BoundaryWarning))
     if problem.with_noise and float(x[-1].abs()) > BOUND - 1e-6:
-        warn(f"the evidence has no optimum in sigma_noise; held at {float(x[-1].exp()):g}.", BoundaryWarning)
+        note = f"the evidence has no optimum in sigma_noise; held at {float(x[-1].exp()):g}."
+        notes.append((note, BoundaryWarning))
+    return notes

@@ -1,175 +1,114 @@
-"""Prior precision by validation: the network runs once on each batch, and the whole grid is scored from that run."""
+"""The score of many posteriors on validation data: one run of the network on each batch serves them all."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributions import MultivariateNormal, Normal
 
-from laplace.backprop.gradients import Forward
-from laplace.draws import Draws, normals
-from laplace.errors import BoundaryWarning, InputError, NumericalError, OptionError, warn
-from laplace.likelihoods import Likelihood
+from laplace.backprop.gradients import Forward, Jacobian
+from laplace.budget import Budget
+from laplace.draws import Draws
+from laplace.errors import InputError
 from laplace.posterior import Posterior
-from laplace.predictive.predict import probabilities
-from laplace.prior import Prior
+from laplace.predictive.predict import probabilities, sampled
+from laplace.tuning.scores import How, Predicted, Tally
+
+Labelled = Iterator[tuple[Forward, Tensor]]
 
 
-@dataclass(frozen=True)
-class How:
-    """How a prediction is made and scored: `loss` is None for the predictive negative log-likelihood."""
+class Validation:
+    """Scores posteriors that differ in prior, noise and temperature.
 
-    pred_type: str
-    link: str
-    n_samples: int
-    loss: Any = None
+    The first scores read the data; further ones too, unless the runs of the network are small enough to be kept, as
+    those of a last layer are: outputs and features.
+    """
 
+    def __init__(
+        self, how: How, inside: Callable[[], Labelled], outside: Callable[[], Labelled] | None, budget: Budget
+    ) -> None:
+        self.how, self.budget = how, budget
+        self.inside = Runs(inside, "validation", budget)
+        self.outside = None if outside is None else Runs(outside, "out-of-distribution", budget)
 
-def log_grid(low: float, high: float, size: int, base: float) -> Tensor:
-    """`size` values from base^low to base^high, evenly spaced in the logarithm."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise OptionError(f"grid_size={size!r} must be a whole number of at least 1.")
-    if not low < high or base <= 1:
-        raise OptionError(
-            f"the grid runs from {base}**{low} to {base}**{high}; needed: log_prior_prec_min < log_prior_prec_max and "
-            "log_prior_prec_base > 1."
-        )
-    return torch.logspace(low, high, size, base=base, dtype=torch.float64)
+    def scores(self, posteriors: Sequence[Posterior]) -> Tensor:  # (G,)
+        """The score of each posterior; random numbers are the same for all."""
+        tallies = [Tally(self.how, posterior.fit.likelihood) for posterior in posteriors]
+        for forward, y in self.inside:
+            for tally, posterior, prediction in zip(
+                tallies, posteriors, self._predictions(posteriors, forward), strict=True
+            ):
+                tally.add(prediction, y, posterior.sigma)
+        for forward, _ in self.outside or ():
+            for tally, posterior, prediction in zip(
+                tallies, posteriors, self._predictions(posteriors, forward), strict=True
+            ):
+                tally.add_outside(prediction, posterior.sigma)
+        return torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
 
+    def _predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
+        """The predictive of one run under each posterior, as many at a time as their Gaussians have room."""
+        fit = posteriors[0].fit
+        scalar = all(posterior.prior.precision.numel() == 1 for posterior in posteriors)
+        step = self.budget.count(2 * fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
+        jacobian = None if self.how.pred_type == "nn" else forward.jacobian()
+        for start in range(0, len(posteriors), step):
+            part = posteriors[start : start + step]
+            if len(part) < len(posteriors) or not scalar:
+                part = [replace(posterior) for posterior in part]  # their Gaussians are not kept between batches
+            if jacobian is None:
+                yield from (self._sampled(posterior, forward) for posterior in part)
+            else:
+                yield from self._linearised(part, forward.outputs, jacobian)
 
-def search_grid(
-    posterior: Posterior, runs: Iterable[tuple[Forward, Tensor]], grid: Tensor, how: How
-) -> tuple[float, Tensor]:
-    """The value of the grid with the lowest score, and all scores; `runs` are runs of the network with their labels."""
-    mean = posterior.fit.mean
-    posteriors = [replace(posterior.detached(), prior=Prior(d.to(mean), posterior.prior.mean.detach())) for d in grid]
-    scores = [_score(how, posterior.fit.likelihood) for _ in grid]
-    seen = 0
-    for forward, y in runs:
-        for score, prediction in zip(scores, _predictions(posteriors, forward, how), strict=True):
-            score.add(prediction, y, posterior.sigma)
-        seen += 1
-    if not seen:
-        raise InputError("the validation loader gave no batch.")
-    values = torch.tensor([score.value() for score in scores], dtype=torch.float64)
-    if not values.isfinite().all():
-        bad = grid[~values.isfinite()].tolist()
-        raise NumericalError(
-            f"the validation score is NaN or infinite at prior precision {bad[0]:g} ({len(bad)} values of the grid)."
-        )
-    best = int(values.argmin())
-    if best in (0, len(grid) - 1) and len(grid) > 1:
-        side, option = ("lower", "log_prior_prec_min") if best == 0 else ("upper", "log_prior_prec_max")
-        warn(
-            f"the best prior precision {float(grid[best]):g} is the {side} edge of the grid; widen it with {option}=.",
-            BoundaryWarning,
-        )
-    return float(grid[best]), values
+    def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
+        draws = Draws(self.how.n_samples, _seeded(forward.outputs))
+        samples, likelihood = sampled(posterior, lambda: [forward], draws, exact=True), posterior.fit.likelihood
+        if likelihood.has_noise:
+            return samples.mean(0), samples.var(0)
+        return likelihood.inverse_link(samples).mean(0), None
 
-
-Predicted = tuple[Tensor, Tensor | None]  # probabilities, or mean and (co)variance of f
-
-
-def _predictions(posteriors: Sequence[Posterior], forward: Forward, how: How) -> Iterable[Predicted]:
-    """The predictive of one run under each posterior; random numbers are the same for all."""
-    fit, f = posteriors[0].fit, forward.outputs
-    posteriors = [replace(posterior) for posterior in posteriors]  # a hundred Gaussians are not kept between batches
-    gaussians = [posterior.gaussian for posterior in posteriors]
-    if how.pred_type == "nn":
-        eps = normals(how.n_samples, fit.layout.n_params, f, _seeded(f))
-        for gaussian in gaussians:
-            samples = forward.perturbed(gaussian.color(eps))
-            yield (samples.mean(0), samples.var(0)) if fit.likelihood.has_noise else (samples.softmax(-1).mean(0), None)
-        return
-    jacobian = forward.jacobian()
-    if fit.likelihood.has_noise and how.loss is None and f.shape[1] > 1:
-        yield from ((f, gaussian.covariance(jacobian)) for gaussian in gaussians)
-        return
-    for posterior, variance in zip(posteriors, fit.curvature.sweep(jacobian, gaussians), strict=True):
+    def _linearised(self, posteriors: Sequence[Posterior], f: Tensor, jacobian: Jacobian) -> Iterator[Predicted]:
+        fit, how = posteriors[0].fit, self.how
         if fit.likelihood.has_noise:
-            yield f, variance
-        else:
-            p, _ = probabilities(posterior, how.link, f, jacobian, Draws(how.n_samples, _seeded(f)), variance=variance)
-            yield p, None
+            if how.loss is None and f.shape[1] > 1:
+                yield from ((f, posterior.gaussian.covariance(jacobian)) for posterior in posteriors)
+            else:
+                yield from ((f, v) for v in fit.curvature.sweep(jacobian, [p.gaussian for p in posteriors]))
+            return
+        variances = fit.curvature.sweep(jacobian, [p.gaussian for p in posteriors])
+        joint = fit.likelihood.links[how.link].needs == "covariance"
+        for posterior in posteriors:
+            variance = None if joint else next(variances)
+            draws = Draws(how.n_samples, _seeded(f))
+            yield probabilities(posterior, how.link, f, jacobian, draws, variance=variance)[0], None
+
+
+class Runs:
+    """Runs of the network on a loader, kept from the first time on where they are small, else made again."""
+
+    def __init__(self, make: Callable[[], Labelled], what: str, budget: Budget) -> None:
+        self.make, self.what, self.budget = make, what, budget
+        self.kept: list[tuple[Forward, Tensor]] | None = None
+
+    def __iter__(self) -> Labelled:
+        if self.kept is not None:
+            yield from self.kept
+            return
+        kept, held = [], 0
+        for forward, y in self.make():
+            held += forward.held * forward.outputs.element_size()
+            if held <= self.budget.chunk:
+                kept.append((forward, y))
+            else:
+                kept.clear()
+            yield forward, y
+        if not held:
+            raise InputError(f"the {self.what} loader gave no batch.")
+        self.kept = kept or None
 
 
 def _seeded(like: Tensor) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(0)
-
-
-class _Mean:
-    """A loss averaged over the examples; `loss(prediction..., y)` is the mean over its batch."""
-
-    def __init__(self, loss: Callable[..., Any]) -> None:
-        self.loss, self.total, self.n = loss, 0.0, 0
-
-    def add(self, prediction: Predicted, y: Tensor, sigma: Tensor) -> None:
-        arguments = _arguments(prediction, sigma)
-        try:
-            value = float(self.loss(*arguments, y))
-        except (TypeError, ValueError, RuntimeError) as error:
-            form = "(probabilities, y)" if len(arguments) == 1 else "(mean, variance, y)"
-            raise OptionError(
-                f"loss must be a function of {form} that returns one number; it failed: {error}"
-            ) from error
-        self.total += value * len(y)
-        self.n += len(y)
-
-    def value(self) -> float:
-        return self.total / self.n
-
-
-class _Metric:
-    """A metric object with reset, update and compute: an own copy for each value of the grid."""
-
-    def __init__(self, metric: Any) -> None:
-        self.metric = copy.deepcopy(metric)
-        self.metric.reset()
-
-    def add(self, prediction: Predicted, y: Tensor, sigma: Tensor) -> None:
-        self.metric.update(*_arguments(prediction, sigma)[:1], y)
-
-    def value(self) -> float:
-        return float(self.metric.compute())
-
-
-def _score(how: How, likelihood: Likelihood) -> _Mean | _Metric:
-    if how.loss is None:
-        return _Mean(_gaussian_nll if likelihood.has_noise else _categorical_nll)
-    if all(hasattr(how.loss, name) for name in ("reset", "update", "compute")):
-        if likelihood.has_noise:
-            raise OptionError(
-                "a metric object sees the mean alone, which does not depend on the prior. For regression give loss= a "
-                "function of (mean, variance, y), or leave it out."
-            )
-        return _Metric(how.loss)
-    if not callable(how.loss):
-        raise OptionError(f"loss={how.loss!r} is neither callable nor a metric with reset, update and compute.")
-    return _Mean(how.loss)
-
-
-def _arguments(prediction: Predicted, sigma: Tensor) -> tuple[Tensor, ...]:
-    """What a loss gets before y: (probabilities,), or (mean, variance) with the noise included."""
-    mean, spread = prediction
-    if spread is None:
-        return (mean,)
-    noise = sigma.to(mean).square()
-    if spread.dim() == 3:
-        noise = noise * torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
-    return mean, spread + noise
-
-
-def _categorical_nll(p: Tensor, y: Tensor) -> Tensor:
-    return -p.clamp(min=torch.finfo(p.dtype).tiny).log().gather(1, y.unsqueeze(1)).mean()
-
-
-def _gaussian_nll(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
-    """Of independent normals for variances (N, C), of a multivariate normal for covariances (N, C, C)."""
-    if spread.dim() == 3:
-        return -MultivariateNormal(mean, (spread + spread.mT) / 2).log_prob(y).mean()  # float32 leaves it skewed
-    return -Normal(mean, spread.sqrt()).log_prob(y).sum(-1).mean()
