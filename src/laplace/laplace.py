@@ -17,7 +17,8 @@ from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
-from laplace.coverage import Coverage, coverage_of
+from laplace.coverage import Coverage, coverage_of, not_kron
+from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
     InputError,
     LaplaceWarning,
@@ -41,6 +42,7 @@ from laplace.options import (
     subset_named,
     whole_number,
 )
+from laplace.over_time import OverTime
 from laplace.posterior import Fit, Posterior
 from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
@@ -51,7 +53,7 @@ from laplace.tuning import How, log_grid, maximise_evidence, search_grid
 from laplace.weights import AllWeights, LastLayer, Snapshot, find_all_weights, find_last_layer, what_changed
 
 
-class Laplace(Predictable, Readable):
+class Laplace(Predictable, Readable, OverTime):
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
     model              the trained network; it is never changed
@@ -59,6 +61,7 @@ class Laplace(Predictable, Readable):
     subset_of_weights  'last_layer', or 'all' (parameters with requires_grad)
     hessian_structure  'kron', 'diag' or 'full'
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
+    prior              what earlier tasks left, `earlier.as_prior()`, instead of prior_precision and prior_mean
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Laplace(Predictable, Readable):
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
+        prior: CurvedPrior | None = None,
         temperature: float = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
@@ -107,7 +111,7 @@ class Laplace(Predictable, Readable):
         self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
         self._snapshot: Snapshot | None = None
         self._warned: set[str] = set()
-        self._prior = Prior.of(prior_precision, prior_mean)
+        self._prior = prior_of(prior, prior_precision, prior_mean, self.structure.described)
         self._sigma = self._checked_sigma(sigma_noise)
 
     # ---- hyperparameters ---------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ class Laplace(Predictable, Readable):
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        self._set_prior(Prior.of(value, self._prior.mean))
+        self._set_prior(self._prior.with_precision(value))
 
     @property
     def prior_mean(self) -> Tensor:
@@ -128,7 +132,12 @@ class Laplace(Predictable, Readable):
 
     @prior_mean.setter
     def prior_mean(self, value: float | Tensor) -> None:
-        self._set_prior(Prior.of(self._prior.precision, value))
+        self._set_prior(self._prior.with_mean(value))
+
+    @property
+    def prior(self) -> Prior:
+        """Mean and precision together: the prior as a whole, with what earlier tasks left."""
+        return self._prior
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -197,7 +206,8 @@ class Laplace(Predictable, Readable):
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
         self._warned.discard("stale")
-        self._say_what_is_not_kron()
+        if self.structure.name == "kron" and (others := not_kron(self.coverage())):
+            self._warn_once("coverage", others)
         return self
 
     # ---- evidence and tuning -----------------------------------------------------------------------------------
@@ -382,18 +392,6 @@ class Laplace(Predictable, Readable):
                     yield forward, self.likelihood.check_targets(f, part.to(f.device))
                 except InputError as error:
                     raise InputError(f"validation batch {batch.index}: {error}") from None
-
-    def _say_what_is_not_kron(self) -> None:
-        """Warn once of tensors whose gradients are no outer products."""
-        others = [row for row in self.coverage() if self.structure.name == "kron" and "kron" not in row.kept]
-        if others:
-            named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            self._warn_once(
-                "coverage",
-                f"kron keeps {len(others)} of {len(self.coverage())} tensors in another form, since their gradients "
-                f"are no outer products: {named}{more}. See la.coverage().",
-            )
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:

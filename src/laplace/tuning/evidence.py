@@ -1,32 +1,32 @@
 """Prior precision and noise by maximal evidence: damped Newton in the logarithms.
 
 For positive semi-definite H, log Z is jointly concave in x_g = log delta_g of every group g of weights and in
-z = log sigma. With P_g weights in group g, r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2,
-gamma = P - sum delta t, sigma entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher), and L the
-log-likelihood:
+z = log sigma. With r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2 of the posterior and t0, m0 of
+the prior (P_g / delta_g and P_g / delta_g^2 for P_g weights), gamma = tr(Sigma s H) = sum delta (t0 - t), sigma
+entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher), and L the log-likelihood:
 
-    d/dx_g        = -1/2 [delta_g r_g + delta_g t_g - P_g]
+    d/dx_g        = -1/2 delta_g (r_g + t_g - t0_g)
     d/dz          = L'/T + q gamma
-    d2/dx_g dx_h  = -1/2 [[g = h] delta_g (r_g + t_g) - delta_g delta_h m_gh]
+    d2/dx_g dx_h  = -1/2 [[g = h] delta_g (r_g + t_g - t0_g) - delta_g delta_h (m_gh - m0_gh)]
     d2/dx_g dz    = -q delta_g (t_g - sum_h delta_h m_gh)
     d2/dz2        = L''/T - 2 q^2 sum_g delta_g (t_g - sum_h delta_h m_gh)
 
-so a step needs the posterior's traces and nothing else: eigenvalues where the prior commutes with H, one factorisation
-where it does not. A structure whose prior is split over its factors (damping) has no such form; there the same Newton
-iteration takes its derivatives from autograd.
+so a step needs the traces of both Gaussians and nothing else: eigenvalues where the prior commutes with H, one
+factorisation where it does not. A structure whose prior is split over its factors (damping) has no such form; there the
+same Newton iteration takes its derivatives from autograd. After earlier tasks, whose curvature is part of the prior,
+log Z need not be concave: steps go uphill all the same, and the noise's second derivatives are bounds of theirs.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from laplace.errors import BoundaryWarning, NumericalError, OptionError, UnsupportedError, warn
 from laplace.posterior import Posterior
-from laplace.prior import Prior
 
 BOUND = math.log(1e8)  # |log| of the smallest and largest precision and noise looked at
 _LONGEST_STEP = 3.0
@@ -34,9 +34,39 @@ _TOLERANCE = 1e-9  # of the evidence, in what the next step would gain
 
 
 def maximise_evidence(
-    posterior: Posterior, groups: str, start: float, with_noise: bool, max_steps: int, verbose: bool = False
+    posterior: Posterior, groups: str, start: float | Tensor, with_noise: bool, max_steps: int, verbose: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The prior precision, (), (B,) or (P,), and sigma of maximal evidence."""
+    """The prior precision, (), (B,) or (P,), and sigma of maximal evidence; a warning where one is at its bound."""
+    found = climb(posterior, groups, start, with_noise, max_steps, verbose)
+    _warn_at_bounds(found.problem, found.x, found.steps, max_steps)
+    return found.precision, found.sigma
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """Where an ascent ended."""
+
+    problem: _Problem
+    x: Tensor  # (G,) or (G + 1,)
+    steps: int
+
+    @property
+    def precision(self) -> Tensor:
+        """delta: (), (B,) or (P,)."""
+        x = self.x[:-1] if self.problem.with_noise else self.x
+        return (x.squeeze(0) if self.problem.groups == "scalar" else x).exp().to(self.problem.posterior.fit.mean)
+
+    @property
+    def sigma(self) -> Tensor:
+        """The noise, tuned or as it was."""
+        posterior = self.problem.posterior
+        return self.x[-1].exp().to(posterior.fit.mean) if self.problem.with_noise else posterior.sigma
+
+
+def climb(
+    posterior: Posterior, groups: str, start: float | Tensor, with_noise: bool, max_steps: int, verbose: bool = False
+) -> Climbed:
+    """Newton's way up from a precision `start`, one for all or one per group, and the posterior's noise."""
     structure = posterior.fit.structure
     if groups not in structure.prior_structures:
         allowed = ", ".join(map(repr, structure.prior_structures))
@@ -50,15 +80,12 @@ def maximise_evidence(
     n_groups = {"scalar": 1, "layerwise": len(posterior.fit.layout.names), "diag": posterior.fit.layout.n_params}[
         groups
     ]
-    x = torch.full((n_groups,), math.log(start), dtype=torch.float64, device=posterior.fit.mean.device)
+    x = torch.as_tensor(start, dtype=torch.float64, device=posterior.fit.mean.device).log().reshape(-1)
+    x = x.clamp(-BOUND, BOUND).expand(n_groups).clone()
     if with_noise:
         x = torch.cat([x, posterior.sigma.double().log().reshape(1)])
     problem = _Problem(posterior, groups, with_noise)
-    x, steps = _newton(problem, x, max_steps, verbose)
-    _warn_at_bounds(problem, x, steps, max_steps)
-    precision = (x[:-1] if with_noise else x).exp().to(posterior.fit.mean)
-    sigma = x[-1].exp().to(posterior.fit.mean) if with_noise else posterior.sigma
-    return precision.squeeze(0) if groups == "scalar" else precision, sigma
+    return Climbed(problem, *_newton(problem, x, max_steps, verbose))
 
 
 class _Problem:
@@ -66,17 +93,9 @@ class _Problem:
 
     def __init__(self, posterior: Posterior, groups: str, with_noise: bool) -> None:
         self.posterior, self.groups, self.with_noise = posterior, groups, with_noise
-        fit, prior = posterior.fit, posterior.prior
-        offset = (fit.mean - prior.mean.detach().to(fit.mean)).double().square()
-        sizes = {"scalar": [fit.layout.n_params], "layerwise": fit.layout.sizes, "diag": [1] * fit.layout.n_params}[
-            groups
-        ]
-        if groups == "diag":
-            self.r, self.p = offset, torch.ones_like(offset)
-        else:
-            self.r = torch.stack([part.sum() for part in offset.split(sizes)])
-            self.p = torch.tensor(sizes, dtype=torch.float64, device=offset.device)
-        self.commutes = fit.curvature.commutes
+        fit = posterior.fit
+        self.r = posterior.prior.detached().distances(fit.mean, fit.layout, groups)
+        self.commutes = posterior.curvature.commutes
         self.q = 2.0 if fit.kind == "ef" else 1.0
         self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
 
@@ -84,9 +103,8 @@ class _Problem:
         """The posterior with these hyperparameters."""
         delta = x[:-1] if self.with_noise else x
         precision = delta.exp().to(self.posterior.fit.mean.dtype)
-        prior = Prior(
-            precision.squeeze(0) if self.groups == "scalar" else precision, self.posterior.prior.mean.detach()
-        )
+        prior = self.posterior.prior.detached()
+        prior = prior.with_precision(precision.squeeze(0) if self.groups == "scalar" else precision)
         sigma = x[-1].exp() if self.with_noise else self.posterior.sigma.detach()
         return replace(self.posterior, prior=prior, sigma=sigma)
 
@@ -95,22 +113,22 @@ class _Problem:
         if not self.commutes:
             return self._step_by_autograd(x, free)
         posterior = self.at(x)
-        delta = (x[:-1] if self.with_noise else x).exp()
-        t, m = posterior.gaussian.traces(self.groups)
-        gradient = -0.5 * (delta * (self.r + t) - self.p)
-        shrunk = delta * m if m.dim() == 1 else m @ delta  # sum_h m_gh delta_h
-        diagonal = 0.5 * delta * (self.r + t)
+        fit, prior = posterior.fit, posterior.prior
+        delta = prior.precision.double().reshape(-1)
+        (t, m), (t0, m0) = posterior.gaussian.traces(self.groups), prior.traces(fit.layout, fit.mean, self.groups)
+        pull = delta * (self.r + t - t0)
+        gradient, diagonal, dense = -0.5 * pull, 0.5 * pull, None
         if m.dim() == 1:
-            diagonal, dense = diagonal - 0.5 * delta.square() * m, None
+            diagonal = diagonal - 0.5 * delta.square() * (m - m0)
         else:
-            dense = diagonal.diag() - 0.5 * delta.unsqueeze(1) * m * delta
+            spread = m - (m0.diag() if m0.dim() == 1 else m0)
+            dense = diagonal.diag() - 0.5 * delta.unsqueeze(1) * spread * delta
         if not self.with_noise:
             return posterior.log_evidence, gradient, _solve(diagonal, dense, None, None, gradient, free)
         slope, bend = self._noise(x[-1])
-        coupling = delta * (t - shrunk)
-        gamma = (self.p - delta * t).sum()
+        gamma, coupling, total = prior.determined(posterior, (t, m), (t0, m0))
         gradient = torch.cat([gradient, (slope + self.q * gamma).reshape(1)])
-        corner = -bend + 2 * self.q**2 * coupling.sum()
+        corner = -bend + 2 * self.q**2 * total
         return posterior.log_evidence, gradient, _solve(diagonal, dense, self.q * coupling, corner, gradient, free)
 
     def _noise(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,10 +147,8 @@ class _Problem:
             value = self.at(x).log_evidence
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
             rows = [torch.autograd.grad(g, x, retain_graph=True)[0] for g in gradient]
-        values, vectors = torch.linalg.eigh(-torch.stack(rows))
-        convex = (vectors * values.abs().clamp(min=1e-6)) @ vectors.T  # a direction of ascent where it is not concave
-        gradient = gradient.detach()
-        return value.detach(), gradient, _solve(convex.diagonal(), convex, None, None, gradient, free)
+        gradient, bend = gradient.detach(), -torch.stack(rows)
+        return value.detach(), gradient, _solve(bend.diagonal(), bend, None, None, gradient, free)
 
 
 def _solve(
@@ -145,9 +161,9 @@ def _solve(
             dense = torch.cat([torch.cat([dense, border[:, None]], 1), torch.cat([border, corner.reshape(1)])[None]])
         index = free.nonzero().flatten()
         ridge = 1e-12 * dense.diagonal().abs().max() * torch.eye(len(index), dtype=dense.dtype, device=dense.device)
-        step[index] = torch.linalg.solve(dense[index][:, index] + ridge, gradient[index])
+        step[index] = _uphill(dense[index][:, index] + ridge, gradient[index])
         return step
-    diagonal = diagonal.clamp(min=1e-12)
+    diagonal = diagonal.abs().clamp(min=1e-12)
     if border is None or corner is None:
         step[free] = gradient[free] / diagonal[free]
         return step
@@ -161,6 +177,15 @@ def _solve(
     step[:-1][inner] = (g - b * dz) / d
     step[-1] = dz
     return step
+
+
+def _uphill(bend: Tensor, gradient: Tensor) -> Tensor:
+    """Newton's step; where the evidence is not concave, with the absolute values of its curvatures."""
+    root, failed = torch.linalg.cholesky_ex(bend)
+    if not failed:
+        return torch.cholesky_solve(gradient.unsqueeze(1), root).squeeze(1)
+    values, vectors = torch.linalg.eigh(bend)
+    return vectors @ ((vectors.T @ gradient) / values.abs().clamp(min=1e-6))
 
 
 def _newton(problem: _Problem, x: Tensor, max_steps: int, verbose: bool) -> tuple[Tensor, int]:

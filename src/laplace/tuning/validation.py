@@ -17,7 +17,6 @@ from laplace.errors import BoundaryWarning, InputError, NumericalError, OptionEr
 from laplace.likelihoods import Likelihood
 from laplace.posterior import Posterior
 from laplace.predictive.predict import probabilities
-from laplace.prior import Prior
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ def search_grid(
 ) -> tuple[float, Tensor]:
     """The value of the grid with the lowest score, and all scores; `runs` are runs of the network with their labels."""
     mean = posterior.fit.mean
-    posteriors = [replace(posterior.detached(), prior=Prior(d.to(mean), posterior.prior.mean.detach())) for d in grid]
+    fixed = posterior.detached()
+    posteriors = [replace(fixed, prior=fixed.prior.with_precision(d.to(mean))) for d in grid]
     scores = [_score(how, posterior.fit.likelihood) for _ in grid]
     seen = 0
     for forward, y in runs:
@@ -90,7 +90,7 @@ def _predictions(posteriors: Sequence[Posterior], forward: Forward, how: How) ->
     if fit.likelihood.has_noise and how.loss is None and f.shape[1] > 1:
         yield from ((f, gaussian.covariance(jacobian)) for gaussian in gaussians)
         return
-    for posterior, variance in zip(posteriors, fit.curvature.sweep(jacobian, gaussians), strict=True):
+    for posterior, variance in zip(posteriors, posteriors[0].curvature.sweep(jacobian, gaussians), strict=True):
         if fit.likelihood.has_noise:
             yield f, variance
         else:
