@@ -137,7 +137,7 @@ class CurvedPrior(Prior):
         return self.earlier.fit.curvature.gaussian(one, self.blocks(self.layout, self.mean))
 
     def _vector(self, model: nn.Module) -> Tensor:
-        return vector_of(model, self.layout).to(self.mean.dtype)
+        return vector_of(model, self.layout)
 
 
 def vector_of(model: nn.Module, layout: Layout) -> Tensor:  # (P,)
@@ -146,7 +146,8 @@ def vector_of(model: nn.Module, layout: Layout) -> Tensor:  # (P,)
     wrong = [name for name in layout.names if name not in parameters]
     if wrong:
         raise InputError(f"the network has no parameter {wrong[0]!r}; needed: {', '.join(layout.names)}.")
-    return layout.join([parameters[name] for name in layout.names])
+    vector = layout.join([parameters[name] for name in layout.names])
+    return vector.to(torch.promote_types(vector.dtype, torch.float32))
 
 
 def prior_of(prior: Any, precision: float | Tensor, mean: float | Tensor, structure: str) -> Prior:
@@ -157,7 +158,7 @@ def prior_of(prior: Any, precision: float | Tensor, mean: float | Tensor, struct
         raise OptionError(f"prior is a {type(prior).__name__}; it is what la.as_prior() of an earlier task gives.")
     if any(isinstance(value, Tensor) or value != default for value, default in ((precision, 1.0), (mean, 0.0))):
         raise OptionError(
-            "prior= has a precision and a mean; leave prior_precision and prior_mean out, or set them later."
+            "prior= has a precision and a mean of its own; leave prior_precision (prior_prec_init) and prior_mean out."
         )
     before = prior.earlier.fit.structure.described
     if structure != before:

@@ -257,9 +257,9 @@ class Laplace(Predictable, Readable, OverTime):
         posterior = self.posterior
         with torch.no_grad():
             if method_named(method) == "marglik":
-                start = positive(init_prior_prec, "init_prior_prec").double().log().mean().exp()
+                start = positive(init_prior_prec, "init_prior_prec").detach()
                 precision, sigma = maximise_evidence(
-                    posterior, groups, float(start), tune_sigma_noise, whole_number(n_steps, "n_steps"), verbose
+                    posterior, groups, start, tune_sigma_noise, whole_number(n_steps, "n_steps"), verbose
                 )
             else:
                 if val_loader is None:

@@ -64,9 +64,18 @@ class Climbed:
 
 
 def climb(
-    posterior: Posterior, groups: str, start: float | Tensor, with_noise: bool, max_steps: int, verbose: bool = False
+    posterior: Posterior,
+    groups: str,
+    start: float | Tensor,
+    with_noise: bool,
+    max_steps: int,
+    verbose: bool = False,
+    reach: float = math.inf,
 ) -> Climbed:
-    """Newton's way up from a precision `start`, one for all or one per group, and the posterior's noise."""
+    """Newton's way up from a precision `start`, one for all or one per group, and the posterior's noise.
+
+    It is followed no further than `reach` in any logarithm.
+    """
     structure = posterior.fit.structure
     if groups not in structure.prior_structures:
         allowed = ", ".join(map(repr, structure.prior_structures))
@@ -81,11 +90,12 @@ def climb(
         groups
     ]
     x = torch.as_tensor(start, dtype=torch.float64, device=posterior.fit.mean.device).log().reshape(-1)
-    x = x.clamp(-BOUND, BOUND).expand(n_groups).clone()
+    x = (x if len(x) == n_groups else x.mean()).clamp(-BOUND, BOUND).expand(n_groups).clone()
     if with_noise:
         x = torch.cat([x, posterior.sigma.double().log().reshape(1)])
     problem = _Problem(posterior, groups, with_noise)
-    return Climbed(problem, *_newton(problem, x, max_steps, verbose))
+    top, steps = _newton(problem, x, max_steps, verbose)
+    return Climbed(problem, x + (top - x).clamp(-reach, reach), steps)
 
 
 class _Problem:
