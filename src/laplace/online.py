@@ -199,7 +199,8 @@ class _Training:
                 if checkpoint is not None:
                     state = self._state() | {"settings": settings, "random": resuming.random_state(generators)}
                     resuming.save(state, checkpoint)
-                bar.set_postfix(loss=self.losses[-1], **({"evidence": self.margliks[-1]} if self.margliks else {}))
+                shown = {"loss": self.losses, "evidence": self.margliks}
+                bar.set_postfix({key: values[-1] for key, values in shown.items() if values})
                 bar.update()
         if self.best is not None:
             self._go_to(self.best)
