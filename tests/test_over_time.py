@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import oracle
 from exact import assert_close
-from laplace import Laplace
+from laplace import Laplace, marglik_training
 from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError
 from laplace.tuning import How, search_grid
 from networks import cut, make
@@ -268,3 +269,34 @@ def test_structures_whose_sums_do_not_add_are_refused(monkeypatch):
         a + a
     with pytest.raises(UnsupportedError, match="a further task's cannot be added"):
         a.as_prior()
+
+
+# ---- forgetting --------------------------------------------------------------------------------------------------
+
+
+def accuracy_after_permuted_digits(method: str, tasks: int = 3) -> float:
+    """Mean accuracy over all tasks after the last: scikit-learn's digits with their pixels in a new order each time."""
+    digits, generator = load_digits(), torch.Generator().manual_seed(0)
+    order = torch.randperm(len(digits.target), generator=generator)
+    x, y = (torch.tensor(digits.data / 16, dtype=torch.float32)[order], torch.tensor(digits.target)[order])
+    permutations = [torch.randperm(64, generator=generator) for _ in range(tasks)]
+    torch.manual_seed(0)
+    model, start = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10)), {"prior_prec_init": 1e-3}
+    options = {"optimizer_kwargs": {"lr": 1e-2}, "n_epochs": 15, "prior_structure": "scalar", "marglik_frequency": 5}
+    for permutation in permutations:
+        batches = cut(x[:1200, permutation], y[:1200], 100)
+        if method == "map":
+            marglik_training(model, batches, hessian_structure="diag", n_epochs_burnin=15, **start, **options)
+        else:
+            la, *_ = marglik_training(model, batches, hessian_structure=method, **start, **options)
+            start = {"prior": la.as_prior()}
+    with torch.no_grad():
+        found = [model(x[1200:, permutation]).argmax(1) == y[1200:] for permutation in permutations]
+    return float(torch.stack(found).float().mean())
+
+
+def test_kron_forgets_less_than_diag_and_diag_less_than_no_prior():
+    found = {method: accuracy_after_permuted_digits(method) for method in ("map", "diag", "kron")}
+    assert found["map"] + 0.1 < found["diag"]
+    assert found["diag"] + 0.05 < found["kron"]
+    assert found["kron"] > 0.85
