@@ -309,3 +309,40 @@ def indices_of(model: nn.Module, takes: Callable[[str, int], bool]) -> Tensor:
     trainable = [(k, p) for k, p in model.named_parameters() if p.requires_grad]
     marks = [takes(k, j) for k, p in trainable for j in range(p.numel())]
     return torch.tensor(marks).nonzero().flatten()
+
+
+def evidence_after(
+    loglik: Tensor,  # log p(D_t given theta) / T
+    theta: Tensor,  # (P,)
+    mu: Tensor,  # (P,), of the earlier tasks
+    h: Tensor,  # (P, P), the posterior's curvature: s_t H_t and the earlier ones
+    earlier: Tensor,  # (P, P), the curvature of the earlier tasks
+    delta: Tensor,  # (P,)
+) -> Tensor:
+    """log p(D_t given D_1, ..., D_t-1)."""
+    prior, posterior = earlier + delta.diag(), h + delta.diag()
+    scatter = (theta - mu) @ prior @ (theta - mu)
+    return loglik - 0.5 * (scatter + torch.logdet(posterior) - torch.logdet(prior))
+
+
+def kron_over_time(tasks: list[tuple[nn.Module, Tensor, Tensor, float]], names: list[str]) -> Tensor:
+    """Kronecker factors of linear layers added over tasks (model, x, Lambda, s): (sum of s B) (x) (mean of a a^T)."""
+    blocks = []
+    for name in names:
+        layer, _, kind = name.rpartition(".")
+        b, a, count = 0.0, 0.0, 0
+        for model, x, lam, s in tasks:
+            seen: list[tuple[Tensor, Tensor]] = []
+            handle = model.get_submodule(layer).register_forward_hook(
+                lambda m, args, out, seen=seen: seen.append((args[0].detach(), out))
+            )
+            f = model(x)
+            handle.remove()
+            inputs, out = seen[0]
+            rows = [torch.autograd.grad(f[:, c].sum(), out, retain_graph=True)[0] for c in range(f.shape[1])]
+            g = torch.stack(rows, 1)  # (N, C, O)
+            b = b + s * torch.einsum("nco,ncd,ndp->op", g, lam, g)
+            inputs = inputs if kind == "weight" else torch.ones(len(x), 1, dtype=x.dtype)
+            a, count = a + inputs.T @ inputs, count + len(x)
+        blocks.append(torch.kron(b, a / count))
+    return torch.block_diag(*blocks)

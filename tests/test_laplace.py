@@ -162,7 +162,7 @@ def test_repr_is_a_readable_summary():
     for part in (
         "Sequential",
         "last_layer: 2.weight, 2.bias (16 weights)",
-        "kron, curvature ggn",
+        "kron; curvature ggn",
         "23 examples",
         "log evidence",
     ):

@@ -13,6 +13,7 @@ from laplace.enums import (
 from laplace.enums import Likelihood as Likelihood
 from laplace.laplace import Laplace
 from laplace.likelihoods import Categorical, Gaussian
+from laplace.online import marglik_training
 from laplace.predictive import Prediction
 from laplace.preview import plan
 
@@ -32,5 +33,6 @@ __all__ = [
     "PriorStructure",
     "SubsetOfWeights",
     "TuningMethod",
+    "marglik_training",
     "plan",
 ]

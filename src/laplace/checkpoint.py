@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from laplace.batches import Batch, Inputs
+from laplace.curved_prior import CurvedPrior, Earlier
 from laplace.errors import InputError, UnsupportedError
 from laplace.functional.points import Points
 from laplace.posterior import Fit
 from laplace.prior import Prior
 from laplace.replica import plain_name, unwrap
+from laplace.structures import Sums
 from laplace.weights import LastLayer, Layout, Selection
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 _OPTIONS = ("likelihood", "structure", "curvature", "subset_of_weights")
 _NEEDED = ("names", "shapes", "mean", "n_data", "n_outputs", "linear", "last_layer", "feature_reduction",
            "prior_precision", "prior_mean", "sigma_noise", "temperature")  # fmt: skip
-_SUMS, _DATA, _INDEX, _POINTS = "sums/", "data/", "index/", "points/"
+_SUMS, _DATA, _INDEX, _POINTS, _EARLIER = "sums/", "data/", "index/", "points/", "earlier/"
 
 
 def state_dict(la: Laplace, with_data: bool = False) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def state_dict(la: Laplace, with_data: bool = False) -> dict[str, Any]:
             f"hessian_structure='gp' predicts from {len(fit.points)} inputs of the training data, and its state holds "
             "them. Write state_dict(with_data=True) if it may, or functional_approximation='nystrom', which keeps none."
         )
-    state: dict[str, Any] = _options(la) | {
+    state: dict[str, Any] = options_of(la) | {
         "names": list(fit.layout.names),
         "shapes": [list(shape) for shape in fit.layout.tensor_shapes],
         "last_layer": getattr(weights, "module", None),
@@ -61,6 +64,11 @@ def state_dict(la: Laplace, with_data: bool = False) -> dict[str, Any]:
     if fit.points is not None:
         state[f"{_POINTS}inputs"] = [_plain(part.inputs.x) for part in fit.points.parts]
         state[f"{_POINTS}vectors"] = [part.y.clone() for part in fit.points.parts]
+    if not fit.structure.semidefinite:
+        state["semidefinite"] = False
+    if isinstance(la.prior, CurvedPrior):
+        state["n_earlier"] = la.prior.n_data
+        state.update({_EARLIER + key: value.clone() for key, value in la.prior.earlier.fit.sums.items()})
     return state
 
 
@@ -71,7 +79,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     missing = [key for key in (*_NEEDED, *_OPTIONS) if key not in state]
     if missing:
         raise InputError(f"this is no state of a Laplace posterior: {', '.join(missing)} missing.")
-    for key, here in _options(la).items():
+    for key, here in options_of(la).items():
         if state[key] != here:
             raise InputError(
                 f"the state has {key}={state[key]!r}, this object {here!r}. Make it with the same options."
@@ -87,19 +95,25 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     here, saved = la.subnetwork_indices, state.get("subnetwork_indices")
     if here is not None and (saved is None or not torch.equal(here, saved.to(here))):
         raise InputError("the state is of another subnetwork: its subnetwork_indices are not those of this object.")
-    sums = {key.removeprefix(_SUMS): value.clone() for key, value in state.items() if key.startswith(_SUMS)}
-    data = {key.removeprefix(_DATA): value.clone() for key, value in state.items() if key.startswith(_DATA)}
+    sums, data, earlier = (_sums(state, prefix) for prefix in (_SUMS, _DATA, _EARLIER))
     mean: Tensor = state["mean"].clone()
     dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
     if dtypes != {mean.dtype}:
         raise InputError(f"the state is of a network in {mean.dtype}; this one's posterior would be in {dtypes.pop()}.")
     counts = (state["n_data"], state["n_outputs"], state["linear"])
-    fit = Fit(la.structure, la.likelihood, la.curvature, layout, mean, sums, data, *counts, points=_points(la, state))
+    structure, points = (
+        la.structure if state.get("semidefinite", True) else la.structure.indefinite(),
+        _points(la, state),
+    )
+    fit = Fit(structure, la.likelihood, la.curvature, layout, mean, sums, data, *counts, points=points)
     try:
         _ = fit.curvature, layout.split(mean)
     except (KeyError, RuntimeError) as error:
         raise InputError(f"the state is damaged: its sums or its mean do not fit its parameters ({error}).") from error
     prior = Prior.of(state["prior_precision"], state["prior_mean"])
+    if earlier:
+        before = replace(fit, mean=prior.mean, sums=earlier, data={}, n_data=state["n_earlier"])
+        prior = CurvedPrior(prior.precision, prior.mean, Earlier(before))
     prior.check(layout, la.structure.prior_structures)
     last = state["last_layer"]
     la._restore(
@@ -132,16 +146,15 @@ def _plain(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def _options(la: Laplace) -> dict[str, Any]:
-    damping, sharing = (getattr(la.structure, key, None) for key in ("damping", "weight_sharing"))
-    structure = la.structure.name + (f", damping {damping!r}" if damping else "")
-    structure += ", reduce" if sharing == "reduce" else ""
-    for key in ("rank", "tol"):
-        value = getattr(la.structure, key, None)
-        structure += "" if value is None else f", {key} {value!r}"
+def _sums(state: Mapping[str, Any], prefix: str) -> Sums:
+    return {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
+
+
+def options_of(la: Laplace) -> dict[str, Any]:
+    """What must be equal for two posteriors to be of one kind."""
     return {
         "likelihood": la.likelihood.name,
-        "structure": structure,
+        "structure": la.structure.described,
         "curvature": la.curvature,
         "subset_of_weights": la._subset.label,
     }

@@ -17,7 +17,8 @@ from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
-from laplace.coverage import Coverage, coverage_of
+from laplace.coverage import Coverage, coverage_of, not_kron
+from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
     InputError,
     LaplaceWarning,
@@ -38,6 +39,7 @@ from laplace.options import (
     samples_of,
     structure_named,
 )
+from laplace.over_time import OverTime
 from laplace.posterior import Fit, Posterior
 from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
@@ -49,7 +51,7 @@ from laplace.tuning import Tunable
 from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed
 
 
-class Laplace(Predictable, Tunable, Readable):
+class Laplace(Predictable, Tunable, Readable, OverTime):
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
     model              the trained network; it is never changed
@@ -64,6 +66,7 @@ class Laplace(Predictable, Tunable, Readable):
 
     Of 'gp': n_subset points, drawn by `seed` (None: all, up to 256), functional_approximation 'sod' (the subset alone,
     with `independent_outputs` each output by itself) or 'nystrom' (all data in `rank` directions, 100 unless said).
+    prior              what earlier tasks left, `earlier.as_prior()`, instead of prior_precision and prior_mean
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Laplace(Predictable, Tunable, Readable):
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
+        prior: CurvedPrior | None = None,
         temperature: float = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
@@ -125,7 +129,7 @@ class Laplace(Predictable, Tunable, Readable):
         self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
         self._snapshot: Snapshot | None = None
         self._warned: set[str] = set()
-        self._prior = Prior.of(prior_precision, prior_mean)
+        self._prior = prior_of(prior, prior_precision, prior_mean, self.structure.described)
         self._sigma = self._checked_sigma(sigma_noise)
 
     # ---- hyperparameters ---------------------------------------------------------------------------------------
@@ -137,7 +141,7 @@ class Laplace(Predictable, Tunable, Readable):
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        self._set_prior(Prior.of(value, self._prior.mean))
+        self._set_prior(self._prior.with_precision(value))
 
     @property
     def prior_mean(self) -> Tensor:
@@ -146,7 +150,12 @@ class Laplace(Predictable, Tunable, Readable):
 
     @prior_mean.setter
     def prior_mean(self, value: float | Tensor) -> None:
-        self._set_prior(Prior.of(self._prior.precision, value))
+        self._set_prior(self._prior.with_mean(value))
+
+    @property
+    def prior(self) -> Prior:
+        """Mean and precision together: the prior as a whole, with what earlier tasks left."""
+        return self._prior
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -216,7 +225,8 @@ class Laplace(Predictable, Tunable, Readable):
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
         self._warned.discard("stale")
-        self._say_what_is_not_kron()
+        if isinstance(self.structure, Kron) and (others := not_kron(self.coverage())):
+            self._warn_once("coverage", others)
         for note in self.structure.notes(self._fitted.sums):
             self._warn_once(note, note)
         return self
@@ -345,18 +355,17 @@ class Laplace(Predictable, Tunable, Readable):
         if isinstance(engine, Network):
             self._plan = engine.plan
 
-    def _say_what_is_not_kron(self) -> None:
-        """Warn once of tensors whose gradients are no outer products."""
-        kron = isinstance(self.structure, Kron)
-        others = [row for row in self.coverage() if kron and row.kept.startswith(("dense", "diag"))]
-        if others:
-            named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            self._warn_once(
-                "coverage",
-                f"{self.structure.name} keeps {len(others)} of {len(self.coverage())} tensors in another form, since "
-                f"their gradients are no outer products: {named}{more}. See la.coverage().",
-            )
+    def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[tuple[Forward, Tensor]]:
+        for batch in training_batches(loader, self.model, self._keys, progress_bar, "gridsearch"):
+            start, y = 0, batch.y
+            for forward in self._runs(batch.inputs):
+                f = forward.outputs
+                part = y if len(y) <= len(f) else y[start : start + len(f)]
+                start += len(f)
+                try:
+                    yield forward, self.likelihood.check_targets(f, part.to(f.device))
+                except InputError as error:
+                    raise InputError(f"validation batch {batch.index}: {error}") from None
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:

@@ -1,6 +1,8 @@
-"""The posterior N(mean, (s H + prior precision)^-1), a pure function of what fit left, the prior, the noise and T.
+"""The posterior N(mean, (s H + D)^-1), a pure function of what fit left, the prior, the noise and T.
 
 log Z = (1/T) log p(D given mean) - 1/2 [ (mean - mu0)^T D (mean - mu0) + log det(s H + D) - log det D ]
+
+D is the prior precision: diag(delta), and the curvature of earlier tasks where there were any.
 """
 
 from __future__ import annotations
@@ -75,7 +77,12 @@ class Posterior:
     def gaussian(self) -> Gaussian:
         """N(0, (s H + D)^-1)."""
         with plain():
-            return self.fit.curvature.gaussian(self.scale, self.prior.blocks(self.fit.layout, self.fit.mean))
+            return self.prior.gaussian(self.fit, self.scale)
+
+    @property
+    def curvature(self) -> Curvature:
+        """What `gaussian` is made of, whatever delta is."""
+        return self.prior.curvature(self.fit, self.scale)[0]
 
     @property
     def scale(self) -> Tensor:
@@ -115,13 +122,12 @@ class Posterior:
 
     def detached(self) -> Posterior:
         """The same without the graph of its values."""
-        prior = Prior(self.prior.precision.detach(), self.prior.mean.detach())
-        return replace(self, prior=prior, sigma=self.sigma.detach())
+        return replace(self, prior=self.prior.detached(), sigma=self.sigma.detach())
 
     @property
     def needs_grad(self) -> bool:
         """Whether a value requires grad, so that nothing may be kept."""
-        return any(t.requires_grad for t in (self.prior.precision, self.prior.mean, self.sigma))
+        return self.prior.needs_grad or self.sigma.requires_grad
 
 
 def added(left: Sums, right: Sums) -> Sums:

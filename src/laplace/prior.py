@@ -1,15 +1,26 @@
-"""The prior N(mu0, diag(delta)^-1): a scalar or per-weight mean, a scalar, per-tensor or per-weight precision."""
+"""The prior N(mu0, diag(delta)^-1): a scalar or per-weight mean, a scalar, per-tensor or per-weight precision.
+
+What earlier tasks leave is a prior of the same protocol with a curvature of its own: `curved_prior.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from laplace.errors import OptionError, shown
 from laplace.weights.layout import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from laplace.posterior import Fit, Posterior
+    from laplace.structures import Curvature, Gaussian
+    from laplace.structures.base import Traces
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,23 @@ class Prior:
                 "each is a scalar or a vector."
             )
         return cls(precision, mean)
+
+    def with_precision(self, precision: Tensor | float) -> Self:
+        """The same prior with another delta."""
+        return replace(self, precision=Prior.of(precision, 0.0).precision)
+
+    def with_mean(self, mean: Tensor | float) -> Self:
+        """The same prior around another mean."""
+        return replace(self, mean=Prior.of(1.0, mean).mean)
+
+    def detached(self) -> Self:
+        """The same without the graph of its values."""
+        return replace(self, precision=self.precision.detach(), mean=self.mean.detach())
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a value requires grad."""
+        return self.precision.requires_grad or self.mean.requires_grad
 
     def check(self, layout: Layout, structures: Sequence[str] = ("diag",)) -> None:
         """Refuse lengths that the layout, or a structure with these prior structures, has no meaning for."""
@@ -77,9 +105,43 @@ class Prior:
         pairs = zip(layout.split(offset), self.blocks(layout, theta), strict=True)
         return torch.stack([(q * d.double()).sum() for q, d in pairs]).sum()
 
-    def to(self, device: torch.device | str) -> Prior:
+    def distances(self, theta: Tensor, layout: Layout, groups: str) -> Tensor:  # (G,)
+        """|theta_g - mu_g|^2 of each group of weights, as in `Gaussian.traces`."""
+        return grouped((theta - self.mean.to(theta)).double().square(), layout, groups)
+
+    def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
+        """Those of the prior's own Gaussian, as `Gaussian.traces`."""
+        variances = self.diagonal(layout, like).double().reciprocal()
+        return grouped(variances, layout, groups), grouped(variances.square(), layout, groups)
+
+    def curvature(self, fit: Fit, scale: Tensor) -> tuple[Curvature, Tensor]:
+        """What the posterior has beside delta: a factorised curvature, and by what it is multiplied."""
+        return fit.curvature, scale
+
+    def gaussian(self, fit: Fit, scale: Tensor) -> Gaussian:
+        """The posterior N(0, (s H + D)^-1)."""
+        curvature, scale = self.curvature(fit, scale)
+        return curvature.gaussian(scale, self.blocks(fit.layout, fit.mean))
+
+    def determined(self, posterior: Posterior, traces: Traces, own: Traces) -> tuple[Tensor, Tensor, Tensor]:
+        """Of s H: gamma = tr(Sigma s H), its share delta_g tr((Sigma s H Sigma)_gg) and tr(Sigma s H Sigma D).
+
+        `traces` are the posterior's and `own` the prior's, of groups that have one delta each.
+        """
+        delta, (t, m) = self.precision.double().reshape(-1), traces
+        share = delta * (t - (delta * m if m.dim() == 1 else m @ delta))
+        return (delta * (own[0] - t)).sum(), share, share.sum()
+
+    def to(self, device: torch.device | str) -> Self:
         """The same prior on `device`."""
-        return Prior(self.precision.to(device), self.mean.to(device))
+        return replace(self, precision=self.precision.to(device), mean=self.mean.to(device))
+
+
+def grouped(values: Tensor, layout: Layout, groups: str) -> Tensor:  # (P,) -> (G,)
+    """Sums over groups: 'scalar' (all weights), 'layerwise' (a tensor each) or 'diag' (a weight each)."""
+    if groups == "diag":
+        return values
+    return torch.stack([part.sum() for part in (layout.split(values) if groups == "layerwise" else [values])])
 
 
 def own(tensor: Tensor) -> Tensor:

@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from laplace.curved_prior import CurvedPrior
+
 if TYPE_CHECKING:
     from laplace.laplace import Laplace
 
 
 def summary(la: Laplace) -> str:
     """A readable description of a Laplace object, fitted or not."""
-    damping = getattr(la.structure, "damping", False)
     rows = [
         ("network", type(la.model).__name__),
         ("likelihood", la.likelihood.name + (f", noise {_shown(la.sigma_noise)}" if la.likelihood.has_noise else "")),
-        ("structure", f"{la.structure.name}, curvature {la.curvature}" + (f", damping {damping!r}" if damping else "")),
-        ("prior", f"precision {_shown(la.prior_precision)}, mean {_shown(la.prior_mean)}"),
+        ("structure", f"{la.structure.described}; curvature {la.curvature}"),
+        ("prior", f"precision {_shown(la.prior_precision)}, mean {_shown(la.prior_mean)}" + _earlier(la)),
     ]
     if la.temperature != 1:
         rows.append(("temperature", f"{la.temperature:g}"))
@@ -30,6 +31,10 @@ def summary(la: Laplace) -> str:
         rows.append(("fitted", "not yet: call la.fit(train_loader)"))
     rows.insert(1, ("weights", weights))
     return "Laplace(\n" + "".join(f"  {key:<12}{value}\n" for key, value in rows) + ")"
+
+
+def _earlier(la: Laplace) -> str:
+    return f", and {la.prior.n_data:,} examples of earlier tasks" if isinstance(la.prior, CurvedPrior) else ""
 
 
 def _shown(value: Tensor) -> str:

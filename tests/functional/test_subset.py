@@ -117,7 +117,7 @@ def test_a_state_holds_data_and_is_given_only_when_asked_for(subset, independent
     assert torch.equal(again.log_marginal_likelihood(), la.log_marginal_likelihood())
     options["independent_outputs"] = not independent
     other = Laplace(la.model, "classification", hessian_structure="gp", **options)
-    with pytest.raises(InputError, match=r"the state has structure=.*independent outputs"):
+    with pytest.raises(InputError, match=r"the state has structure=.*independent_outputs"):
         other.load_state_dict(la.state_dict(with_data=True))
 
 

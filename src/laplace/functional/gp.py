@@ -39,23 +39,22 @@ class GP(Functional):
         super().__init__(n_subset, seed)
         if not isinstance(independent_outputs, bool):
             raise OptionError(f"independent_outputs={shown(independent_outputs)} must be True or False.")
-        self.independent = independent_outputs
-        self.name = "gp, independent outputs" if independent_outputs else "gp"
+        self.independent_outputs = independent_outputs
 
     def vectors(self, curvature: OutputCurvature, repeats: float) -> Tensor:
-        alone = OutputCurvature(diagonal=curvature.squares()) if self.independent else curvature
+        alone = OutputCurvature(diagonal=curvature.squares()) if self.independent_outputs else curvature
         return alone.root() * repeats**0.5
 
     def bytes(self, points: int, vectors: int, layout: Layout, itemsize: int) -> int:
-        numbers = vectors * points**2 if self.independent else (vectors * points) ** 2
+        numbers = vectors * points**2 if self.independent_outputs else (vectors * points) ** 2
         return 8 * numbers * (2 * len(layout.names) + 3)  # in float64: the blocks, their traces, a factorisation
 
     def from_points(self, gradients: Gradients, points: int, layout: Layout) -> Sums:
-        blocks = kernels(gradients, points, self.independent)
+        blocks = kernels(gradients, points, self.independent_outputs)
         return {f"{name}/K": block for name, block in zip(layout.names, blocks, strict=True)}
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> GPCurvature:
-        return GPCurvature([sums[f"{name}/K"] for name in layout.names], layout, dtype, self.independent)
+        return GPCurvature([sums[f"{name}/K"] for name in layout.names], layout, dtype, self.independent_outputs)
 
 
 class GPCurvature(FunctionCurvature):

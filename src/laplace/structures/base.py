@@ -7,6 +7,8 @@ A structure turns the second moments of a batch into a dict of sums (additive: m
 
 from __future__ import annotations
 
+import copy
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
@@ -123,6 +125,13 @@ class Structure(Pass):
     scattered: bool = True  # whether it can keep some weights of a tensor without the others
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
 
+    @property
+    def described(self) -> str:
+        """Its name, and its options where they are not the usual ones: sums of equal description are of one kind."""
+        usual = inspect.signature(type(self)).parameters
+        own = [(key, getattr(self, key)) for key in self.options]
+        return ", ".join([self.name, *(f"{key}={value!r}" for key, value in own if value != usual[key].default)])
+
     def check(self, layout: Layout) -> None:
         """Refuse options that have no meaning for these tensors."""
         return
@@ -131,6 +140,16 @@ class Structure(Pass):
     def adds(self) -> bool:
         """Whether further data can be added to the sums."""
         return self.passes == 1
+
+    def scaled(self, sums: Sums, scale: Tensor) -> Sums:
+        """The sums of s H; sums that are scaled and added are those of the data together."""
+        return {key: value * scale.to(value) for key, value in sums.items()}
+
+    def indefinite(self) -> Structure:
+        """The same for an H that may have negative eigenvalues, as one has that data was taken out of."""
+        other = copy.copy(self)
+        other.semidefinite = False
+        return other
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         """The next run over the data, given what those before have left; None once all is there."""

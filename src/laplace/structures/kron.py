@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace.algebra import EIGH, SYMMETRIC, Rows
 from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread
-from laplace.errors import OptionError
+from laplace.errors import NumericalError, OptionError
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
@@ -56,6 +56,16 @@ class Kron(BlockDiagonal):
                 sums |= {"A": Rows(rows)}
             sums |= {"count": float(count)}
         return sums
+
+    def scaled(self, sums: Sums, scale: Tensor) -> Sums:
+        means = ("A", "count")  # the scale belongs to the other factor
+        return {k: v if k.rpartition("/")[2] in means else v * scale.to(v) for k, v in sums.items()}
+
+    def indefinite(self) -> Kron:
+        raise NumericalError(
+            "the Kronecker factors would have negative eigenvalues, and so might the precision: not all of what is "
+            "taken out was in. Take hessian_structure='full', 'block' or 'diag', whose differences are exact."
+        )
 
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
         if moments.form == "dense":

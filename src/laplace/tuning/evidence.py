@@ -1,19 +1,20 @@
 """Prior precision and noise by maximal evidence: damped Newton in the logarithms.
 
 For positive semi-definite H, log Z is jointly concave in x_g = log delta_g of every group g of weights and in
-z = log sigma. With P_g weights in group g, r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2,
-gamma = P - sum delta t, sigma entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher), and L the
-log-likelihood:
+z = log sigma. With r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2 of the posterior and t0, m0 of
+the prior (P_g / delta_g and P_g / delta_g^2 for P_g weights), gamma = tr(Sigma s H) = sum delta (t0 - t), sigma
+entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher), and L the log-likelihood:
 
-    d/dx_g        = -1/2 [delta_g r_g + delta_g t_g - P_g]
+    d/dx_g        = -1/2 delta_g (r_g + t_g - t0_g)
     d/dz          = L'/T + q gamma
-    d2/dx_g dx_h  = -1/2 [[g = h] delta_g (r_g + t_g) - delta_g delta_h m_gh]
+    d2/dx_g dx_h  = -1/2 [[g = h] delta_g (r_g + t_g - t0_g) - delta_g delta_h (m_gh - m0_gh)]
     d2/dx_g dz    = -q delta_g (t_g - sum_h delta_h m_gh)
     d2/dz2        = L''/T - 2 q^2 sum_g delta_g (t_g - sum_h delta_h m_gh)
 
-so a step needs the posterior's traces and nothing else: eigenvalues where the prior commutes with H, one factorisation
-where it does not. A structure whose prior is split over its factors (damping) has no such form; there the same Newton
-iteration takes its derivatives from autograd.
+so a step needs the traces of both Gaussians and nothing else: eigenvalues where the prior commutes with H, one
+factorisation where it does not. A structure whose prior is split over its factors (damping) has no such form; there the
+same Newton iteration takes its derivatives from autograd. After earlier tasks, whose curvature is part of the prior,
+log Z need not be concave: steps go uphill all the same, and the noise's second derivatives are bounds of theirs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import BoundaryWarning, LaplaceWarning, NumericalError, UnsupportedError, warn
+from laplace.posterior import Posterior
 from laplace.tuning.result import Point, Tuned
 from laplace.tuning.space import Space
 
@@ -52,20 +54,25 @@ def maximise_evidence(
     return Tuned("evidence", best, points, steps, len(points), tuple(note for note, _ in notes))
 
 
+def climb(space: Space, start: Tensor, max_steps: int, reach: float) -> Posterior:
+    """Where Newton's way up leads from `start`, (K,), followed no further than `reach` in any logarithm."""
+    top, _ = _newton(_Problem(space), start, torch.zeros_like(start, dtype=torch.bool), max_steps, verbose=False)
+    return space.at(start + (top - start).clamp(-reach, reach))
+
+
 class _Problem:
     """The evidence as a function of x = (log delta_1, ..., log delta_G [, log sigma])."""
 
     def __init__(self, space: Space) -> None:
-        self.space, self.at = space, space.at
-        self.posterior, self.groups, self.with_noise = space.posterior, space.groups or "scalar", space.noise
-        fit, prior = self.posterior.fit, self.posterior.prior
-        offset = (fit.mean - prior.mean.detach().to(fit.mean)).double().square()
-        if self.groups == "diag":
-            self.r, self.p = offset, torch.ones_like(offset)
-        else:
-            self.r = torch.stack([part.sum() for part in offset.split(space.sizes)])
-            self.p = torch.tensor(space.sizes, dtype=torch.float64, device=offset.device)
-        self.commutes = fit.curvature.commutes
+        self.at, posterior, self.groups, self.with_noise = (
+            space.at,
+            space.posterior,
+            space.groups or "scalar",
+            space.noise,
+        )
+        fit = posterior.fit
+        self.posterior, self.r = posterior, posterior.prior.detached().distances(fit.mean, fit.layout, self.groups)
+        self.commutes = posterior.curvature.commutes
         self.q = 2.0 if fit.kind == "ef" else 1.0
         self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
         self.seen: list[tuple[Tensor, float]] = []
@@ -78,22 +85,22 @@ class _Problem:
 
     def _step_by_traces(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         posterior = self.at(x)
-        delta = (x[:-1] if self.with_noise else x).exp()
-        t, m = posterior.gaussian.traces(self.groups)
-        gradient = -0.5 * (delta * (self.r + t) - self.p)
-        shrunk = delta * m if m.dim() == 1 else m @ delta  # sum_h m_gh delta_h
-        diagonal = 0.5 * delta * (self.r + t)
+        fit, prior = posterior.fit, posterior.prior
+        delta = prior.precision.double().reshape(-1)
+        (t, m), (t0, m0) = posterior.gaussian.traces(self.groups), prior.traces(fit.layout, fit.mean, self.groups)
+        pull = delta * (self.r + t - t0)
+        gradient, diagonal, dense = -0.5 * pull, 0.5 * pull, None
         if m.dim() == 1:
-            diagonal, dense = diagonal - 0.5 * delta.square() * m, None
+            diagonal = diagonal - 0.5 * delta.square() * (m - m0)
         else:
-            dense = diagonal.diag() - 0.5 * delta.unsqueeze(1) * m * delta
+            spread = m - (m0.diag() if m0.dim() == 1 else m0)
+            dense = diagonal.diag() - 0.5 * delta.unsqueeze(1) * spread * delta
         if not self.with_noise:
             return posterior.log_evidence, gradient, _solve(diagonal, dense, None, None, gradient, free)
         slope, bend = self._noise(x[-1])
-        coupling = delta * (t - shrunk)
-        gamma = (self.p - delta * t).sum()
+        gamma, coupling, total = prior.determined(posterior, (t, m), (t0, m0))
         gradient = torch.cat([gradient, (slope + self.q * gamma).reshape(1)])
-        corner = -bend + 2 * self.q**2 * coupling.sum()
+        corner = -bend + 2 * self.q**2 * total
         return posterior.log_evidence, gradient, _solve(diagonal, dense, self.q * coupling, corner, gradient, free)
 
     def _noise(self, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,10 +119,8 @@ class _Problem:
             value = self.at(x).log_evidence
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
             rows = [torch.autograd.grad(g, x, retain_graph=True)[0] for g in gradient]
-        values, vectors = torch.linalg.eigh(-torch.stack(rows))
-        convex = (vectors * values.abs().clamp(min=1e-6)) @ vectors.T  # a direction of ascent where it is not concave
-        gradient = gradient.detach()
-        return value.detach(), gradient, _solve(convex.diagonal(), convex, None, None, gradient, free)
+        gradient, bend = gradient.detach(), -torch.stack(rows)
+        return value.detach(), gradient, _solve(bend.diagonal(), bend, None, None, gradient, free)
 
 
 def _solve(
@@ -128,9 +133,9 @@ def _solve(
             dense = torch.cat([torch.cat([dense, border[:, None]], 1), torch.cat([border, corner.reshape(1)])[None]])
         index = free.nonzero().flatten()
         ridge = 1e-12 * dense.diagonal().abs().max() * torch.eye(len(index), dtype=dense.dtype, device=dense.device)
-        step[index] = torch.linalg.solve(dense[index][:, index] + ridge, gradient[index])
+        step[index] = _uphill(dense[index][:, index] + ridge, gradient[index])
         return step
-    diagonal = diagonal.clamp(min=1e-12)
+    diagonal = diagonal.abs().clamp(min=1e-12)
     if border is None or corner is None:
         step[free] = gradient[free] / diagonal[free]
         return step
@@ -144,6 +149,15 @@ def _solve(
     step[:-1][inner] = (g - b * dz) / d
     step[-1] = dz
     return step
+
+
+def _uphill(bend: Tensor, gradient: Tensor) -> Tensor:
+    """Newton's step; where the evidence is not concave, with the absolute values of its curvatures."""
+    root, failed = torch.linalg.cholesky_ex(bend)
+    if not failed:
+        return torch.cholesky_solve(gradient.unsqueeze(1), root).squeeze(1)
+    values, vectors = torch.linalg.eigh(bend)
+    return vectors @ ((vectors.T @ gradient) / values.abs().clamp(min=1e-6))
 
 
 def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose: bool) -> tuple[Tensor, int]:

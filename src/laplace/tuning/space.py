@@ -10,7 +10,6 @@ from torch import Tensor
 
 from laplace.errors import OptionError, UnsupportedError
 from laplace.posterior import Posterior
-from laplace.prior import Prior
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,25 @@ class Space:
         last = ["sigma_noise"] * self.noise + ["temperature"] * self.temperature
         return ["prior_precision"] * len(self.sizes) + last
 
-    def start(self, precision: float) -> Tensor:  # (K,)
-        """All precisions at one value, the rest as it is."""
-        x = [math.log(precision)] * len(self.sizes) + [float(self.posterior.sigma.log())] * self.noise
-        x += [math.log(self.posterior.temperature)] * self.temperature
-        return torch.tensor(x, dtype=torch.float64, device=self.posterior.fit.mean.device)
+    def start(self, precision: float | Tensor) -> Tensor:  # (K,)
+        """Precisions at one value, or at those given for each group; the rest as it is."""
+        x = torch.as_tensor(precision, dtype=torch.float64, device=self.posterior.fit.mean.device).log().reshape(-1)
+        x = (x if len(x) == len(self.sizes) else x.mean()).expand(len(self.sizes))
+        rest = [float(self.posterior.sigma.log())] * self.noise
+        rest += [math.log(self.posterior.temperature)] * self.temperature
+        return torch.cat([x, x.new_tensor(rest)])
 
     def at(self, x: Tensor) -> Posterior:
         """The posterior with these hyperparameters, differentiable in precisions and sigma."""
         posterior, n = self.posterior, len(self.sizes)
-        precision, sigma = posterior.prior.precision.detach(), posterior.sigma.detach()
+        prior, sigma = posterior.prior.detached(), posterior.sigma.detach()
         if self.groups is not None:
             precision = x[:n].exp().to(posterior.fit.mean.dtype)
-            precision = precision.squeeze(0) if self.groups == "scalar" else precision
+            prior = prior.with_precision(precision.squeeze(0) if self.groups == "scalar" else precision)
         if self.noise:
             sigma = x[n].exp()
         temperature = float(x[-1].exp()) if self.temperature else posterior.temperature
-        return replace(
-            posterior, prior=Prior(precision, posterior.prior.mean.detach()), sigma=sigma, temperature=temperature
-        )
+        return replace(posterior, prior=prior, sigma=sigma, temperature=temperature)
 
     def described(self, index: list[int]) -> str:
         """Some coordinates of one kind in words."""

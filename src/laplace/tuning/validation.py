@@ -76,9 +76,9 @@ class Validation:
             if how.loss is None and f.shape[1] > 1:
                 yield from ((f, posterior.gaussian.covariance(jacobian)) for posterior in posteriors)
             else:
-                yield from ((f, v) for v in fit.curvature.sweep(jacobian, [p.gaussian for p in posteriors]))
+                yield from ((f, v) for v in posteriors[0].curvature.sweep(jacobian, [p.gaussian for p in posteriors]))
             return
-        variances = fit.curvature.sweep(jacobian, [p.gaussian for p in posteriors])
+        variances = posteriors[0].curvature.sweep(jacobian, [p.gaussian for p in posteriors])
         joint = fit.likelihood.links[how.link].needs == "covariance"
         for posterior in posteriors:
             variance = None if joint else next(variances)

@@ -1,0 +1,149 @@
+"""Online evidence: what `marglik_training` finds without validation data.
+
+    python experiments/online.py [--quick]
+
+1. Regression: the noise level, and the test negative log-likelihood beside networks with a fixed prior.
+2. Classification (scikit-learn's digits, few of them): test negative log-likelihood and accuracy, the same way.
+3. Among networks of several depths and widths: does the one of highest evidence predict best?
+
+Every row is written to experiments/results/online.json as it is found; the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace import Laplace, marglik_training
+
+HERE = Path(__file__).parent
+NOISE = 0.3
+FIXED = (1e-3, 1.0, 100.0)  # prior precisions that are not tuned
+Data = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def wave(seed: int) -> Data:
+    """200 noisy points of a function with a bend, and 2,000 more to test on."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(2200, 1, generator=generator) * 6 - 3
+    y = 2 * (1.5 * x).sin() + 0.3 * x.square() + NOISE * torch.randn(2200, 1, generator=generator)
+    return x[:200], y[:200], x[200:], y[200:]
+
+
+def digits(seed: int) -> Data:
+    """300 digits to learn from, the others to test on."""
+    raw, generator = load_digits(), torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(raw.target), generator=generator)
+    x, y = torch.tensor(raw.data / 16, dtype=torch.float32)[order], torch.tensor(raw.target)[order]
+    return x[:300], y[:300], x[300:], y[300:]
+
+
+def network(inputs: int, outputs: int, depth: int, width: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = [inputs, *[width] * depth]
+    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+def train(task: str, data: Data, depth: int, width: int, epochs: int, seed: int, fixed: float | None = None) -> dict:
+    """One network; `fixed` is a prior precision that is left as it is, with the noise of the training residuals."""
+    x, y, test_x, test_y = data
+    model = network(x.shape[1], 10 if task == "classification" else 1, depth, width, seed)
+    loader = DataLoader(
+        TensorDataset(x, y), batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(seed)
+    )
+    start = time.process_time()
+    la, *_ = marglik_training(
+        model,
+        loader,
+        task,
+        n_epochs=epochs,
+        marglik_frequency=5,
+        n_epochs_burnin=10 if fixed is None else epochs,
+        prior_prec_init=1.0 if fixed is None else fixed,
+        sigma_noise_init=1.0,
+        optimizer_kwargs={"lr": 1e-2},
+    )
+    if fixed is not None and task == "regression":
+        la.sigma_noise = (model(x) - y).detach().square().mean().sqrt()
+    row = {"prior": "tuned" if fixed is None else fixed, "depth": depth, "width": width, "seed": seed}
+    row |= {"log_evidence": float(la.log_marginal_likelihood()), "cpu_seconds": time.process_time() - start}
+    return row | scores(la, task, test_x, test_y)
+
+
+def scores(la: Laplace, task: str, x: Tensor, y: Tensor) -> dict:
+    if task == "classification":
+        p = la(x)
+        nll = -p.gather(1, y.unsqueeze(1)).log().mean()
+        return {"test_nll": float(nll), "test_accuracy": float((p.argmax(1) == y).float().mean())}
+    mean, variance = la(x, diagonal_output=True)
+    normal = torch.distributions.Normal(mean, (variance + la.sigma_noise**2).sqrt())
+    return {"test_nll": float(-normal.log_prob(y).mean()), "noise": float(la.sigma_noise)}
+
+
+class Rows:
+    """Results in a file, each under its name; what is there is not computed again."""
+
+    def __init__(self, path: Path, settings: dict) -> None:
+        self.path, self.settings, self.rows = path, settings, {}
+        if path.exists() and (found := json.loads(path.read_text()))["settings"] == settings:
+            self.rows = found["rows"]
+
+    def get(self, name: str, make: Callable[[], dict]) -> dict:
+        if name not in self.rows:
+            self.rows[name] = make()
+            self.path.write_text(json.dumps({"settings": self.settings, "rows": self.rows}, indent=1) + "\n")
+            print(name, {k: round(v, 3) if isinstance(v, float) else v for k, v in self.rows[name].items()}, flush=True)
+        return self.rows[name]
+
+
+def mean(rows: list[dict], key: str) -> float:
+    return sum(row[key] for row in rows) / len(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed and few epochs")
+    args = parser.parse_args()
+    settings = {"seeds": 1 if args.quick else 3, "epochs": 60 if args.quick else 300}
+    (HERE / "results").mkdir(exist_ok=True)
+    rows = Rows(HERE / "results" / f"online{'-quick' if args.quick else ''}.json", settings)
+    seeds, epochs = range(settings["seeds"]), settings["epochs"]
+    shapes = [(1, 5), (1, 50), (2, 5), (2, 50), (3, 50)]
+    for task, make in (("regression", wave), ("classification", digits)):
+        print(f"\n{task}: {'true noise ' + str(NOISE) if task == 'regression' else '300 examples'}")
+        for prior in ("tuned", *FIXED):
+            fixed = None if prior == "tuned" else prior
+            found = [
+                rows.get(
+                    f"{task}/prior {prior}/seed {s}", lambda f=fixed, s=s: train(task, make(s), 2, 50, epochs, s, f)
+                )
+                for s in seeds
+            ]
+            extra = f", noise {mean(found, 'noise'):.3f}" if task == "regression" else ""
+            print(f"  prior {prior!s:>6}: test NLL {mean(found, 'test_nll'):.3f}{extra}")
+        print("  depth x width, mean over seeds:")
+        for depth, width in shapes:
+            found = [
+                rows.get(
+                    f"{task}/{depth} x {width}/seed {s}",
+                    lambda d=depth, w=width, s=s: train(task, make(s), d, w, epochs, s),
+                )
+                for s in seeds
+            ]
+            print(
+                f"    {depth} x {width:2d}: log evidence {mean(found, 'log_evidence'):9.1f}, "
+                f"test NLL {mean(found, 'test_nll'):.3f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
