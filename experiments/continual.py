@@ -2,6 +2,8 @@
 
     python experiments/continual.py --data FOLDER [--quick]
 
+FOLDER holds mnist.npz with x_train, y_train, x_test and y_test: images (uint8, N x 28 x 28) and labels.
+
 Ten tasks, each MNIST with its pixels in another order, seen one after the other by a 784-100-100-10 network. Reported
 is the accuracy over all tasks seen so far. Every task's training and every method's results are kept as they are made:
 the same command goes on where it was interrupted.

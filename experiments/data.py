@@ -18,6 +18,6 @@ def arrays(name: str, folder: str | None) -> dict[str, np.ndarray]:
         sys.exit(f"This experiment needs real data: say where {name}.npz is with --data FOLDER or {VARIABLE}=FOLDER.")
     path = Path(where) / f"{name}.npz"
     if not path.exists():
-        sys.exit(f"There is no {path}. Needed: a NumPy archive of images (uint8, N x 28 x 28) and labels.")
+        sys.exit(f"There is no {path}. Needed: a NumPy archive, as the top of this experiment says.")
     with np.load(path, allow_pickle=False) as archive:
         return {key: archive[key] for key in archive.files}

@@ -1,10 +1,11 @@
 """Online evidence: what `marglik_training` finds without validation data.
 
-    python experiments/online.py [--quick]
+    python experiments/online.py [--quick] [--data FOLDER]
 
 1. Regression: the noise level, and the test negative log-likelihood beside networks with a fixed prior.
 2. Classification (scikit-learn's digits, few of them): test negative log-likelihood and accuracy, the same way.
 3. Among networks of several depths and widths: does the one of highest evidence predict best?
+4. With --data (or LAPLACE_DATA): UCI regression on the standard splits, as in uci.py.
 
 Every row is written to experiments/results/online.json as it is found; the same command goes on from there.
 """
@@ -12,19 +13,21 @@ Every row is written to experiments/results/online.json as it is found; the same
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from itertools import pairwise
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import uci
+from data import VARIABLE
 from laplace import Laplace, marglik_training
+from rows import Rows, mean
 
-HERE = Path(__file__).parent
 NOISE = 0.3
 FIXED = (1e-3, 1.0, 100.0)  # prior precisions that are not tuned
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -49,7 +52,7 @@ def digits(seed: int) -> Data:
 def network(inputs: int, outputs: int, depth: int, width: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     sizes = [inputs, *[width] * depth]
-    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
 
@@ -57,9 +60,7 @@ def train(task: str, data: Data, depth: int, width: int, epochs: int, seed: int,
     """One network; `fixed` is a prior precision that is left as it is, with the noise of the training residuals."""
     x, y, test_x, test_y = data
     model = network(x.shape[1], 10 if task == "classification" else 1, depth, width, seed)
-    loader = DataLoader(
-        TensorDataset(x, y), batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(seed)
-    )
+    loader = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(seed))
     start = time.process_time()
     la, *_ = marglik_training(
         model,
@@ -89,33 +90,13 @@ def scores(la: Laplace, task: str, x: Tensor, y: Tensor) -> dict:
     return {"test_nll": float(-normal.log_prob(y).mean()), "noise": float(la.sigma_noise)}
 
 
-class Rows:
-    """Results in a file, each under its name; what is there is not computed again."""
-
-    def __init__(self, path: Path, settings: dict) -> None:
-        self.path, self.settings, self.rows = path, settings, {}
-        if path.exists() and (found := json.loads(path.read_text()))["settings"] == settings:
-            self.rows = found["rows"]
-
-    def get(self, name: str, make: Callable[[], dict]) -> dict:
-        if name not in self.rows:
-            self.rows[name] = make()
-            self.path.write_text(json.dumps({"settings": self.settings, "rows": self.rows}, indent=1) + "\n")
-            print(name, {k: round(v, 3) if isinstance(v, float) else v for k, v in self.rows[name].items()}, flush=True)
-        return self.rows[name]
-
-
-def mean(rows: list[dict], key: str) -> float:
-    return sum(row[key] for row in rows) / len(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed and few epochs")
+    parser.add_argument("--data", default=os.environ.get(VARIABLE), help="folder with uci/<set>.npz")
     args = parser.parse_args()
     settings = {"seeds": 1 if args.quick else 3, "epochs": 60 if args.quick else 300}
-    (HERE / "results").mkdir(exist_ok=True)
-    rows = Rows(HERE / "results" / f"online{'-quick' if args.quick else ''}.json", settings)
+    rows = Rows(f"online{'-quick' if args.quick else ''}", settings)
     seeds, epochs = range(settings["seeds"]), settings["epochs"]
     shapes = [(1, 5), (1, 50), (2, 5), (2, 50), (3, 50)]
     for task, make in (("regression", wave), ("classification", digits)):
@@ -123,9 +104,7 @@ def main() -> None:
         for prior in ("tuned", *FIXED):
             fixed = None if prior == "tuned" else prior
             found = [
-                rows.get(
-                    f"{task}/prior {prior}/seed {s}", lambda f=fixed, s=s: train(task, make(s), 2, 50, epochs, s, f)
-                )
+                rows.get(f"{task}/prior {prior}/seed {s}", partial(train, task, make(s), 2, 50, epochs, s, fixed))
                 for s in seeds
             ]
             extra = f", noise {mean(found, 'noise'):.3f}" if task == "regression" else ""
@@ -133,16 +112,17 @@ def main() -> None:
         print("  depth x width, mean over seeds:")
         for depth, width in shapes:
             found = [
-                rows.get(
-                    f"{task}/{depth} x {width}/seed {s}",
-                    lambda d=depth, w=width, s=s: train(task, make(s), d, w, epochs, s),
-                )
+                rows.get(f"{task}/{depth} x {width}/seed {s}", partial(train, task, make(s), depth, width, epochs, s))
                 for s in seeds
             ]
             print(
                 f"    {depth} x {width:2d}: log evidence {mean(found, 'log_evidence'):9.1f}, "
                 f"test NLL {mean(found, 'test_nll'):.3f}"
             )
+    if args.data:
+        uci.report_all(args.data, args.quick)
+    else:
+        print(f"\nUCI regression was left out: say where uci/<set>.npz is with --data FOLDER or {VARIABLE}=FOLDER.")
 
 
 if __name__ == "__main__":
