@@ -88,7 +88,9 @@ def main() -> None:
     agreements = [] if peer.missing else agreement.compare(peer)
     for found in agreements:
         print(f"differs from laplace-torch: {found}", flush=True)
-    results = [result for name in options.case or CASES for result in measure(name, options.repeats, peer)]
+    ours = [measure(name, options.repeats, peer) for name in options.case or CASES]
+    print("asking laplace-torch ...", flush=True)
+    results = [result for beside in ours for result in beside()]
     notes = NOTES.format(repeats=options.repeats, seconds=peer.seconds, memory=peer.memory / 1e9)
     print(f"\n{table(results)}\n\n{notes}")
     for remark in sorted({f"{result.case}: {result.remark}" for result in results if result.remark}):
@@ -99,15 +101,17 @@ def main() -> None:
         print(f"\nWritten to {out}")
 
 
-def measure(name: str, repeats: int, peer: Peer) -> list[Result]:
-    """All numbers of a case."""
+def measure(name: str, repeats: int, peer: Peer) -> Callable[[], list[Result]]:
+    """All our numbers of a case; the call that is returned asks for laplace-torch's beside them."""
     case = CASES[name]
     print(f"measuring {case.name} ...", flush=True)
     problem = Problem(case)
     theirs = Theirs(case, Question(case.network, problem.model.state_dict(), problem.batches), peer)
     limits = case.ceilings
     fits = best_seconds(
-        {"epoch": warmed(problem.epoch), "exact": lambda: problem.fitted, "sketch": lambda: problem.sketched}, repeats
+        {"epoch": warmed(problem.epoch), "exact": lambda: problem.fitted, "sketch": lambda: problem.sketched},
+        repeats,
+        at_least=40,
     )
     la, x = problem.fitted(), inputs_of(problem.batches, case.predictions)
     predictions = best_seconds(
@@ -117,17 +121,22 @@ def measure(name: str, repeats: int, peer: Peer) -> list[Result]:
     memory = peak_memory(fit_tune_predict, name) / 1e9
     exact, sketch = fits["exact"] / fits["epoch"], fits["sketch"] / fits["epoch"]
     predict = predictions["laplace"] / predictions["forward"]
-    rows = [
-        (f"fit {case.examples}", exact, "x epoch", limits.exact, theirs.fit(), fits),
-        (f"fit {case.examples}, sketch", sketch, "x epoch", limits.sketch, theirs.fit(stochastic=True), fits),
-        (f"predict {case.predictions}", predict, "x forward", limits.predict, theirs.predict(), predictions),
-        ("tune by evidence", tuning["tune"], "s", limits.tune, theirs.tune(), tuning),
-        ("peak memory", memory, "GB", limits.memory, theirs.memory(), {}),
+    rows: list[tuple[str, float, str, float, Callable[[], Known], dict[str, float]]] = [
+        (f"fit {case.examples}", exact, "x epoch", limits.exact, theirs.fit, fits),
+        (f"fit {case.examples}, sketch", sketch, "x epoch", limits.sketch, theirs.sketched, fits),
+        (f"predict {case.predictions}", predict, "x forward", limits.predict, theirs.predict, predictions),
+        ("tune by evidence", tuning["tune"], "s", limits.tune, theirs.tune, tuning),
+        ("peak memory", memory, "GB", limits.memory, theirs.memory, {}),
     ]
-    return [
-        Result(case.name, what, found, unit, ceiling, known.value, seconds, known.seconds, known.remark)
-        for what, found, unit, ceiling, known, seconds in rows
-    ]
+
+    def beside() -> list[Result]:
+        answers = [ask() for *_, ask, _ in rows]
+        return [
+            Result(case.name, what, found, unit, ceiling, known.value, seconds, known.seconds, known.remark)
+            for (what, found, unit, ceiling, _, seconds), known in zip(rows, answers, strict=True)
+        ]
+
+    return beside
 
 
 class Problem:
@@ -169,9 +178,13 @@ class Theirs:
     def __init__(self, case: Case, question: Question, peer: Peer) -> None:
         self.case, self.question, self.peer = case, question, peer
 
-    def fit(self, stochastic: bool = False) -> Known:
+    def fit(self) -> Known:
         """x epoch."""
-        return _over(self._ask("fit", stochastic=True) if stochastic else self._fit, "epoch")
+        return _over(self._fit, "epoch")
+
+    def sketched(self) -> Known:
+        """x epoch, with its Monte-Carlo Fisher."""
+        return _over(self._ask("fit", stochastic=True), "epoch")
 
     def predict(self) -> Known:
         """x forward; of a few inputs where all are too many."""

@@ -15,7 +15,7 @@ from laplace.backprop.layers.linear import bias
 from laplace.backprop.layers.shifts import shifted_gram, shifts_apply
 from laplace.backprop.uses import Outer, Use
 
-_CHUNK = 2**22  # numbers unfolded at a time
+_CHUNK = 2**20  # numbers unfolded at a time: they stay in the cache
 
 
 class Conv(Rule):
