@@ -37,7 +37,7 @@ class Settings:
 
     tasks: int = 10
     examples: int = 60_000  # of each task
-    epochs: int = 20  # of each task
+    epochs: int = 25  # of each task
     marglik_frequency: int = 5
     batch_size: int = 256
     lr: float = 1e-3  # with cosine decay to zero over each task
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder with mnist.npz; else the environment variable LAPLACE_DATA")
     parser.add_argument("--quick", action="store_true", help="fewer tasks and examples: five minutes on one thread")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--epochs", type=int, help="of each task; 20 unless said")
+    parser.add_argument("--epochs", type=int, help="of each task; 25 unless said")
     args = parser.parse_args()
     settings = QUICK if args.quick else Settings()
     if args.epochs is not None:
