@@ -289,7 +289,7 @@ def test_a_rank_for_another_structure_is_refused(structure):
 def test_another_rank_does_not_load():
     model, x, y, _ = build("mlp", "classification")
     la = Laplace(model, "classification", "all", "inf", rank=3).fit(cut(x, y, 4))
-    with pytest.raises(InputError, match=r"rank 3.*rank 4"):
+    with pytest.raises(InputError, match=r"rank=3.*rank=4"):
         Laplace(model, "classification", "all", "inf", rank=4).load_state_dict(la.state_dict())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace.algebra import gram, total
-from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.gradients import Basis, Covariance, Spread
 
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
 _WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
@@ -173,18 +173,19 @@ class Written:
     def __init__(self, parameters: list[Use], rows: Callable[[], Iterator[Tensor]]) -> None:  # (K, n, P) each
         self.parameters, self._rows = parameters, rows
 
-    def variance(self, covariance: Tensor) -> Tensor:
-        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
-        return torch.cat(parts)
+    def variance(self, covariance: Covariance) -> Tensor:
+        return torch.cat([(j @ covariance.root).square().sum(-1).T for j in self._rows()])
 
-    def covariance(self, covariance: Tensor) -> Tensor:
-        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
+    def covariance(self, covariance: Covariance) -> Tensor:
+        rows = ((j @ covariance.root).transpose(0, 1) for j in self._rows())
+        return torch.cat([x @ x.mT for x in rows])
 
-    def joint(self, covariance: Tensor) -> Tensor:
+    def joint(self, covariance: Covariance) -> Tensor:
         rows = []
         for j in self._rows():
-            x = j @ covariance
-            rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, other) for other in self._rows()], 2))
+            x = j @ covariance.root
+            others = (other @ covariance.root for other in self._rows())
+            rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, other) for other in others], 2))
         return torch.cat(rows)
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:

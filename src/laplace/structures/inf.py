@@ -23,7 +23,7 @@ from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import Eigh
 from laplace.structures.ekfac import Ekfac, Rotated
 from laplace.structures.kron import KronBlock
-from laplace.structures.lowrank_algebra import DiagonalPlusLowRank
+from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of
 from laplace.weights.layout import Layout
 
 DEFAULT_RANK = 100
@@ -120,67 +120,39 @@ class InfBlock(Block):
         self.columns = KroneckerColumns(left.to(dtype), right.to(dtype), shrink.to(dtype))
 
     def gaussian(self, scale: Tensor, precision: Tensor) -> InfGaussian:
-        algebra = DiagonalPlusLowRank(scale * self.rest + precision, self.columns, scale * self.values)
-        return InfGaussian(algebra, self.columns)
+        return InfGaussian(scale * self.rest + precision, self.columns, scale * self.values)
 
     def matrix(self) -> Tensor:
         return DiagonalPlusLowRank(self.rest, self.columns, self.values).precision_matrix()
 
 
-class InfGaussian(BlockGaussian):
+class InfGaussian(DiagonalPlusLowRank, BlockGaussian):
     """Precision diag(s D + delta) + s R F_k R."""
 
-    def __init__(self, algebra: DiagonalPlusLowRank, columns: KroneckerColumns) -> None:
-        self.algebra, self.columns = algebra, columns
-
-    def logdet(self) -> Tensor:
-        return self.algebra.logdet()
-
-    def color(self, eps: Tensor) -> Tensor:
-        return self.algebra.color(eps)
-
-    def marginal_variances(self) -> Tensor:
-        return self.algebra.marginal_variances()
-
-    def quadratic(self, vector: Tensor) -> Tensor:
-        return self.algebra.quadratic(vector)
-
-    def precision_matrix(self) -> Tensor:
-        return self.algebra.precision_matrix()
-
-    def covariance_times(self, vectors: Tensor) -> Tensor:
-        return self.algebra.covariance_times(vectors)
+    u: KroneckerColumns
 
     def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        diagonal = self.algebra.d.reciprocal().to(self.algebra.dtype).reshape(self.columns.factors)
-        whole = getattr(jacobian, what)(Spread(diagonal), *args)
-        if not len(self.algebra.w):
-            return whole
-        n, c = whole.shape[:2]
+        jacobian, args = jacobian.double(), tuple(a.double() for a in args)
+        whole = getattr(jacobian, what)(Spread(self.d.reciprocal().reshape(self.u.factors)), *args)
+        if not len(self.w):
+            return whole.to(self.dtype)
         if what == "joint":
-            y = self._along(jacobian, slice(0, n)).flatten(1)
-            return whole - (y.T @ y).reshape(whole.shape).to(whole)
-        step = max(1, _CHUNK // (c * len(self.algebra.w)))
+            return left_of(whole, self._explained(jacobian, slice(None)), what).to(self.dtype)
+        n, c = whole.shape[:2]
+        step = max(1, _CHUNK // (c * len(self.w)))
         parts = [slice(start, min(start + step, n)) for start in range(0, n, step)]
-        taken = torch.cat([_TAKEN[what](self._along(jacobian, s), *(a[s] for a in args)) for s in parts]).to(whole)
-        return (whole - taken).clamp(min=0) if what == "variance" else whole - taken
+        left = [left_of(whole[s], self._explained(jacobian, s), what, *(a[s] for a in args)) for s in parts]
+        return torch.cat(left).to(self.dtype)
 
     def traces(self, each: bool) -> Traces:
         if each:
-            sigma = self.algebra.covariance_matrix().double()
+            sigma = self.covariance_matrix().double()
             return sigma.diagonal(), sigma.square()
-        t, m = self.algebra.traces([len(self.algebra.d)])
+        t, m = self.group_traces([len(self.d)])
         return t.reshape(()), m.reshape(())
 
-    def _along(self, jacobian: JacobianOf, part: slice) -> Tensor:  # (k, n, C)
-        return self.algebra.explained(torch.cat([jacobian.along(steps, part) for _, steps in self.algebra.steps()]))
-
-
-_TAKEN = {  # what y = Y^T J^T takes off the diagonal's part, y: (k, n, C) in float64
-    "variance": lambda y: y.square().sum(0),
-    "covariance": lambda y: torch.einsum("knc,knd->ncd", y, y),
-    "product": lambda y, v: torch.einsum("knc,kn->nc", y, torch.einsum("knd,nd->kn", y, v.to(y))),
-}
+    def _explained(self, jacobian: JacobianOf, part: slice) -> Tensor:  # (k, n, C)
+        return self.explained(torch.cat([jacobian.along(u / self.d, part) for u in self.u.columns()]))
 
 
 @dataclass(frozen=True)
@@ -211,13 +183,14 @@ class KroneckerColumns:
                 rows = (left.unsqueeze(1) * self.right[group]).flatten(0, 1)
                 yield part, rows * self.shrink[part].unsqueeze(1)
 
-    def columns(self) -> Iterator[tuple[slice, Tensor]]:
+    def columns(self) -> Iterator[Tensor]:
+        """All columns in their order, some at a time, (c, p)."""
         p, k = self.shape
         step = max(1, _CHUNK // p)
         for start in range(0, k, step):
-            part = slice(start, min(start + step, k))
+            part = slice(start, start + step)
             columns = torch.einsum("goc,gic->cgoi", self.left[..., part], self.right[..., part])
-            yield part, columns.flatten(1) * self.shrink
+            yield columns.flatten(1) * self.shrink
 
 
 def _rank_bytes(k: int, sides: int) -> int:

@@ -11,12 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Jacobian
+from laplace.backprop.gradients import Jacobian, Spread
 from laplace.errors import UnsupportedError
 from laplace.structures.base import Curvature, Gaussian, Traces
-from laplace.structures.blockdiag import BlockDiagonalGaussian
-from laplace.structures.diag import DiagGaussian
-from laplace.structures.lowrank_algebra import DiagonalPlusLowRank
+from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of
 from laplace.weights.layout import Layout
 
 LIMIT = 10_000  # weights up to which each one's own precision is tuned
@@ -41,15 +39,28 @@ class LowRankCurvature(Curvature):
         return (self.vectors.T * self.values) @ self.vectors
 
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
-        squares = along = None
+        seen = None
         for gaussian in gaussians:
             if not isinstance(gaussian, LowRankGaussian) or gaussian.shared is None:
                 yield gaussian.variance(jacobian)
                 continue
-            if squares is None or along is None:  # the same for every precision that all weights share
-                squares, along = gaussian.prior.variance(jacobian) * gaussian.shared, jacobian.along(self.vectors)
-            explained = gaussian.algebra.explained(along / gaussian.shared)
-            yield (squares / gaussian.shared - explained.square().sum(0).to(squares)).clamp(min=0)
+            if seen is None:  # the same for every precision that all weights share
+                seen = self.seen(jacobian, torch.ones_like(gaussian.d), "variance")
+            prior, along = (part / gaussian.shared for part in seen)
+            yield left_of(prior, gaussian.explained(along), "variance").to(gaussian.dtype)
+
+    def seen(self, jacobian: Jacobian, variances: Tensor, what: str, *args: Tensor) -> tuple[Tensor, Tensor]:
+        """J diag(variances) J^T, of which `what`, and J diag(variances) U, (R, N, C): in float64, tensor by tensor."""
+        prior = along = None
+        layout = self.layout
+        tensors = zip(layout.shapes, layout.split(variances), layout.split(self.vectors), strict=True)
+        for part, (shape, variance, columns) in zip(jacobian.parameters, tensors, strict=True):
+            j, spread = part.double(), Spread(variance.reshape(1, shape[0] if shape else 1, -1))
+            terms = getattr(j, what)(spread, *args), j.along(columns * variance)
+            prior, along = terms if prior is None or along is None else (prior + terms[0], along + terms[1])
+        assert prior is not None
+        assert along is not None
+        return prior, along
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,73 +75,43 @@ class LowRankCurvature(Curvature):
             part = slice(start, min(start + step, size))
             yield part, self.vectors[:, part].T
 
-    def columns(self) -> Iterator[tuple[slice, Tensor]]:
-        """U^T, in one piece."""
-        yield slice(0, self.shape[1]), self.vectors
 
-
-class _ByTensor(DiagonalPlusLowRank):
-    """With one diagonal entry per tensor: M is a sum of few small matrices."""
-
-    def __init__(self, d: Tensor, u: LowRankCurvature, w: Tensor, precision: Sequence[Tensor]) -> None:
-        super().__init__(d, u, w)
-        inverse = torch.stack([p.reshape(()) for p in precision]).double().reciprocal()
-        m = torch.einsum("b,bqr->qr", inverse, u.grams) * self.w.sqrt() * self.w.sqrt().unsqueeze(1)
-        self.inner = torch.eye(len(m), dtype=m.dtype, device=m.device) + m
-
-
-class LowRankGaussian(Gaussian):
+class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
     """N(0, (s U diag(l) U^T + D)^-1)."""
+
+    u: LowRankCurvature
 
     def __init__(self, curvature: LowRankCurvature, scale: Tensor, precision: Sequence[Tensor]) -> None:
         self.layout = curvature.layout
-        shapes = zip(precision, self.layout.shapes, self.layout.sizes, strict=True)
-        blocks = [DiagGaussian(d.reshape(-1).expand(size), shape) for d, shape, size in shapes]
-        self.prior = BlockDiagonalGaussian(blocks, self.layout)  # N(0, D^-1)
-        diagonal, weights = torch.cat([block.precision for block in blocks]), scale * curvature.values
+        sizes = zip(precision, self.layout.sizes, strict=True)
+        diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in sizes])
+        super().__init__(diagonal, curvature, scale * curvature.values)
+        self.by_tensor = precision if all(d.numel() == 1 for d in precision) else None
         same = all(d is precision[0] and d.numel() == 1 for d in precision)
         self.shared = precision[0].reshape(()) if same else None  # the one precision of all weights
-        if all(d.numel() == 1 for d in precision):
-            self.algebra = _ByTensor(diagonal, curvature, weights, precision)
-        else:
-            self.algebra = DiagonalPlusLowRank(diagonal, curvature, weights)
 
-    def logdet(self) -> Tensor:
-        return self.algebra.logdet()
-
-    def color(self, eps: Tensor) -> Tensor:
-        return self.algebra.color(eps)
-
-    def marginal_variances(self) -> Tensor:
-        return self.algebra.marginal_variances()
-
-    def quadratic(self, vector: Tensor) -> Tensor:
-        return self.algebra.quadratic(vector)
-
-    def precision_matrix(self) -> Tensor:
-        return self.algebra.precision_matrix()
-
-    def covariance_matrix(self) -> Tensor:
-        return self.algebra.covariance_matrix()
+    @cached_property
+    def inner(self) -> Tensor:
+        if self.by_tensor is None:
+            return super().inner
+        inverse = torch.stack([p.reshape(()) for p in self.by_tensor]).double().reciprocal()
+        m = torch.einsum("b,bqr->qr", inverse, self.u.grams) * self.w.sqrt() * self.w.sqrt().unsqueeze(1)
+        return torch.eye(len(m), dtype=m.dtype, device=m.device) + m
 
     def variance(self, jacobian: Jacobian) -> Tensor:
-        prior = self.prior.variance(jacobian)
-        return (prior - self._explained(jacobian).square().sum(0).to(prior)).clamp(min=0)
+        return self._outputs(jacobian, "variance")
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        prior, along = self.prior.covariance(jacobian), self._explained(jacobian)
-        return prior - torch.einsum("rnc,rnd->ncd", along, along).to(prior)
+        return self._outputs(jacobian, "covariance")
 
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
-        prior, along = self.prior.product(jacobian, v), self._explained(jacobian)
-        return prior - torch.einsum("rnc,rn->nc", along, (along * v).sum(-1)).to(prior)
+        return self._outputs(jacobian, "product", v.double())
 
     def joint(self, jacobian: Jacobian) -> Tensor:
-        prior, along = self.prior.joint(jacobian), self._explained(jacobian)
-        return prior - torch.einsum("rnc,rmd->ncmd", along, along).to(prior)
+        return self._outputs(jacobian, "joint")
 
     def dense_variance(self, jacobians: Tensor) -> Tensor:
-        return self.algebra.covariance_times(jacobians) @ jacobians.mT
+        return self.covariance_times(jacobians) @ jacobians.mT
 
     def traces(self, groups: str) -> Traces:
         if groups == "diag":
@@ -139,11 +120,10 @@ class LowRankGaussian(Gaussian):
                     f"{self.layout.n_params:,} precisions, one per weight, need a matrix of as many rows to be tuned; "
                     f"the limit is {LIMIT:,}. Take prior_structure='layerwise', or set prior_precision yourself."
                 )
-            sigma = self.algebra.covariance_matrix().double()
+            sigma = self.covariance_matrix().double()
             return sigma.diagonal(), sigma.square()
-        return self.algebra.traces([self.layout.n_params] if groups == "scalar" else self.layout.sizes)
+        return self.group_traces([self.layout.n_params] if groups == "scalar" else self.layout.sizes)
 
-    def _explained(self, jacobian: Jacobian) -> Tensor:  # (R, N, C), float64
-        """Y^T J^T, whose squares are what the data took from the outputs' variances."""
-        ((_, steps),) = self.algebra.steps()
-        return self.algebra.explained(jacobian.along(steps))
+    def _outputs(self, jacobian: Jacobian, what: str, *args: Tensor) -> Tensor:
+        prior, along = self.u.seen(jacobian, self.d.reciprocal(), what, *args)
+        return left_of(prior, self.explained(along), what, *args).to(self.dtype)
