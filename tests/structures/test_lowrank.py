@@ -227,10 +227,16 @@ def test_what_cannot_be_is_refused_with_what_can():
         Laplace(model, "classification", "all", "lowrank", memory_budget=10**5).fit(batches)
 
 
-def test_a_precision_per_weight_of_many_is_not_tuned(monkeypatch):
-    monkeypatch.setattr("laplace.structures.low_rank_gaussian.LIMIT", 500)
-    with pytest.raises(UnsupportedError, match=r"553 precisions.*limit is 500.*'layerwise'"):
-        fit("lowrank", rank=5).optimize_prior_precision(prior_structure="diag")
+def test_a_precision_per_weight_of_many_is_not_tuned():
+    la = fit("lowrank", rank=5, memory_budget=4 * 10**6)
+    with pytest.raises(MemoryBudgetError, match=r"each of 553 weights.*9\.79 MB.*4 MB are allowed.*'layerwise'"):
+        la.optimize_prior_precision(prior_structure="diag")
+
+
+def test_a_tolerance_that_keeps_more_than_fits_is_refused():
+    assert len(fit("lowrank", tol=1e-1, memory_budget=4 * 10**6).spectrum.eigenvalues) < 20
+    with pytest.raises(MemoryBudgetError, match=r"with \d+ eigenpairs of 553 weights so far.*larger tol="):
+        fit("lowrank", tol=1e-9, memory_budget=4 * 10**6)
 
 
 def test_a_spectrum_without_curvature_is_readable():

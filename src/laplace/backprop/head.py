@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace.algebra import gram
+from laplace.backprop.activations import Stored
 from laplace.backprop.gradients import Basis, Covariance, Spread
-from laplace.backprop.uses import Outer, Stored
+from laplace.backprop.uses import Outer
 from laplace.batches import Inputs
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError

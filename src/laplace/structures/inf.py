@@ -55,7 +55,7 @@ class Inf(Ekfac):
             )
 
     def rotated(self, bases: dict[str, KronBlock]) -> Largest:
-        return Largest(bases, DEFAULT_RANK if self.rank is None else self.rank)
+        return Largest(bases, DEFAULT_RANK if self.rank is None else self.rank, self.budget)
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         each, once = super().block_work(moments, vectors)
@@ -77,9 +77,9 @@ class Inf(Ekfac):
 class Largest(Rotated):
     """The second run: E, of which the largest stay, and the exact diagonal."""
 
-    def __init__(self, bases: dict[str, KronBlock], rank: int | float) -> None:
+    def __init__(self, bases: dict[str, KronBlock], rank: int | float, budget: Budget) -> None:
         super().__init__(bases)
-        self.rank = rank
+        self.rank, self.budget = rank, budget
 
     def block_sums(self, moments: MomentsOf, block: KronBlock) -> Contribution:
         return {**super().block_sums(moments, block), "F": moments.squares()}
@@ -89,7 +89,7 @@ class Largest(Rotated):
         values, index = e.sort(descending=True, stable=True)
         k = min(self._enough(values), int((values > 0).sum()))
         groups, o, i = found["E"].shape
-        Budget().require(
+        self.budget.require(
             _rank_bytes(k, groups * (o + i)), e.device, f"rank={self.rank} keeps {k:,} of {len(e):,} eigenpairs of "
             f"{name!r}, and", "Give a smaller rank=."
         )  # fmt: skip

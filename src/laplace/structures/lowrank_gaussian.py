@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Jacobian, Spread
-from laplace.errors import UnsupportedError
-from laplace.structures.base import Curvature, Gaussian, Traces
+from laplace.budget import Budget
+from laplace.structures.base import Curvature, Gaussian, Traces, require_pairs
 from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of
 from laplace.weights.layout import Layout
 
-LIMIT = 10_000  # weights up to which each one's own precision is tuned
 _PIECE = 2**22  # numbers of U that are in float64 at a time
 
 
 class LowRankCurvature(Curvature):
     """H = U diag(l) U^T."""
 
-    def __init__(self, vectors: Tensor, values: Tensor, layout: Layout) -> None:
-        self.vectors, self.values, self.layout = vectors, values, layout  # U^T: (R, P), l: (R,), above zero
+    def __init__(self, vectors: Tensor, values: Tensor, layout: Layout, budget: Budget) -> None:
+        self.vectors, self.values = vectors, values  # U^T: (R, P), l: (R,), above zero
+        self.layout, self.budget = layout, budget
 
     @cached_property
     def grams(self) -> Tensor:  # (B, R, R), float64
@@ -115,11 +115,7 @@ class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
 
     def traces(self, groups: str) -> Traces:
         if groups == "diag":
-            if self.layout.n_params > LIMIT:
-                raise UnsupportedError(
-                    f"{self.layout.n_params:,} precisions, one per weight, need a matrix of as many rows to be tuned; "
-                    f"the limit is {LIMIT:,}. Take prior_structure='layerwise', or set prior_precision yourself."
-                )
+            require_pairs(self.u.budget, self.d)
             sigma = self.covariance_matrix().double()
             return sigma.diagonal(), sigma.square()
         return self.group_traces([self.layout.n_params] if groups == "scalar" else self.layout.sizes)
