@@ -52,6 +52,11 @@ class Nystrom(Functional):
         rank = min(rows, DEFAULT_RANK if self.rank is None else self.rank)
         return 3 * 8 * rows**2 + (itemsize + 8) * rank * layout.n_params + 8 * rank**2 * (len(layout.names) + 3)
 
+    def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
+        each, once = super().work(moments, layout, vectors)
+        used = sum(m.positions * m.weights for m in moments.parameters)
+        return each + used * (DEFAULT_RANK if self.rank is None else self.rank), once
+
     def from_points(self, gradients: Gradients, points: int, layout: Layout) -> Sums:
         values, vectors = torch.linalg.eigh(kernel(gradients, points))
         rank = self._rank(values)

@@ -172,6 +172,10 @@ class Structure(Pass):
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
         """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition."""
 
+    def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
+        """How often a fit usually runs the network on each example, and how often it sends vectors back."""
+        return self.passes, self.passes
+
     @abstractmethod
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
         """Multiplications of a fit besides running the network: per example, and once for the decomposition."""

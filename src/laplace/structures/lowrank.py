@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.algebra import EIGH
 from laplace.backprop.gradients import Moments
 from laplace.errors import OptionError, whole_number
 from laplace.structures.base import Contribution, Pass, Structure, Sums
@@ -67,7 +68,13 @@ class LowRank(Structure):
         size = layout.n_params
         used = sum(m.positions * m.weights for m in moments.parameters)
         block = self._block(size)
+        if block == size:  # all of H by one block of products
+            return 2.0 * size * used, EIGH * size**3
         return _USUAL * 2.0 * block * used, 2.0 * _USUAL * size * (_BLOCKS * block) ** 2
+
+    def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
+        usual = 1 if self._block(layout.n_params) == layout.n_params else _USUAL
+        return usual, usual
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         return None if "vectors" in sums else _Multiplied(sums, self)
