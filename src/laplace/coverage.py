@@ -74,15 +74,15 @@ def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
     return Coverage(tuple(rows))
 
 
-def not_kron(coverage: Coverage) -> str:
-    """In words, which tensors kron keeps in another form; nothing where there is none."""
+def not_kron(coverage: Coverage, structure: str) -> str:
+    """In words, which tensors a Kronecker structure keeps in another form; nothing where there is none."""
     others = [row for row in coverage if row.kept.startswith(("dense", "diag"))]
     named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     if not others:
         return ""
     return (
-        f"kron keeps {len(others)} of {len(coverage)} tensors in another form, since their gradients are no outer "
+        f"{structure} keeps {len(others)} of {len(coverage)} tensors in another form, since their gradients are no outer "
         f"products: {named}{more}. See la.coverage()."
     )
 

@@ -225,7 +225,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
         self._warned.discard("stale")
-        if isinstance(self.structure, Kron) and (others := not_kron(self.coverage())):
+        if isinstance(self.structure, Kron) and (others := not_kron(self.coverage(), self.structure.name)):
             self._warn_once("coverage", others)
         for note in self.structure.notes(self._fitted.sums):
             self._warn_once(note, note)
