@@ -82,8 +82,8 @@ def not_kron(coverage: Coverage, structure: str) -> str:
     if not others:
         return ""
     return (
-        f"{structure} keeps {len(others)} of {len(coverage)} tensors in another form, since their gradients are no outer "
-        f"products: {named}{more}. See la.coverage()."
+        f"{structure} keeps {len(others)} of {len(coverage)} tensors in another form, since their gradients are no "
+        f"outer products: {named}{more}. See la.coverage()."
     )
 
 

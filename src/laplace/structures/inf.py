@@ -8,7 +8,6 @@ Woodbury with Kronecker columns, and never a dense block; a prior costs p k^2.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.budget import Budget
-from laplace.errors import OptionError, shown
+from laplace.errors import OptionError, shown, whole_number
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import Eigh
@@ -199,16 +198,12 @@ def _rank_bytes(k: int, sides: int) -> int:
 
 
 def _checked(rank: object) -> int | float:
-    if not isinstance(rank, bool):
-        try:
-            number = operator.index(rank)  # type: ignore[arg-type]
-        except TypeError:
-            number = 0
-        if number >= 1:
-            return number
-        if isinstance(rank, float) and 0 < rank <= 1:
-            return rank
-    raise OptionError(
-        f"rank={shown(rank)} must be a whole number of at least 1 (eigenpairs per tensor), or a float above 0 and up "
-        "to 1.0 (the share of the trace to keep)."
-    )
+    if isinstance(rank, float) and 0 < rank <= 1:
+        return rank
+    try:
+        return whole_number(rank, "rank")
+    except OptionError:
+        raise OptionError(
+            f"rank={shown(rank)} must be a whole number of at least 1 (eigenpairs per tensor), or a float above 0 and "
+            "up to 1.0 (the share of the trace to keep)."
+        ) from None
