@@ -303,3 +303,21 @@ def test_float32_inputs_keep_their_posterior_after_a_failed_refit():
     with pytest.raises(InputError):
         la.fit([(x[:3], y[:3]), (x[3:], y[3:] * torch.nan)])
     torch.testing.assert_close(la(x)[1], expected)
+
+
+@pytest.mark.parametrize("data", [(X, Y), [X, Y]], ids=["tuple", "list"])
+def test_a_batch_in_place_of_a_loader_is_told_apart(data):
+    with pytest.raises(
+        InputError, match=r"of 2 tensors, as a batch is\. Write \[\(x, y\)\].*DataLoader\(TensorDataset"
+    ):
+        Laplace(net(), "classification").fit(data)
+
+
+def test_an_option_of_another_approximation_says_which_one_this_is():
+    with pytest.raises(OptionError, match=r"rank=5 .*'nystrom'; 'gp' with functional_approximation='sod' has no such"):
+        Laplace(net(), "classification", "all", "gp", rank=5)
+
+
+def test_a_precision_per_weight_names_all_structures_that_have_one(la):
+    with pytest.raises(OptionError, match="'full', 'lowrank', 'block', 'inf' or 'diag'"):
+        la.prior_precision = torch.ones(la.n_params)

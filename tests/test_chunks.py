@@ -182,7 +182,8 @@ def test_draws_are_the_generators_alone_whichever_way_the_sums_were_made(structu
 
 @pytest.mark.parametrize("size", [1, 50, 2000])
 @pytest.mark.parametrize(
-    "constant", ["laplace.algebra._HELD", "laplace.backprop.layers.conv._CHUNK", "laplace.backprop.uses._PRODUCTS"]
+    "constant",
+    ["laplace.algebra._HELD", "laplace.backprop.layers.conv._CHUNK", "laplace.backprop.activations._PRODUCTS"],
 )
 @pytest.mark.parametrize("network", ["conv", "residual"])
 @pytest.mark.parametrize("structure", STRUCTURES)

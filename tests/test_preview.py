@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
 from laplace import Laplace
@@ -27,9 +28,10 @@ def test_it_prints_a_table_of_all_structures(capsys):
     printed = capsys.readouterr().out
     assert str(preview) in printed
     assert "723 uncertain weights in 4 tensors, 3 outputs" in printed
-    for name in [*STRUCTURES, "gp"]:
+    for name in [*STRUCTURES, "gp", "gp, nystrom"]:
         assert f"\n{name} " in printed
-    assert [option.structure for option in preview] == [*STRUCTURES, "gp"]
+    assert [option.structure for option in preview] == [*STRUCTURES, "gp", "gp, nystrom"]
+    assert "peak memory" in printed
     assert all(option.fits for option in preview)
     assert "fit: " in repr(preview)
 
@@ -83,8 +85,33 @@ def test_bad_input_is_refused():
         laplace.plan(network(), (batch()[0], batch()[1] + 7), "classification")
     with pytest.raises(InputError, match="batch 0"):
         laplace.plan(network(), batch()[0], "classification")
-    with pytest.raises(KeyError):
+    with pytest.raises(OptionError, match=r"structure='none' is not an option. Valid: .*'kron'.*'gp, nystrom'"):
         laplace.plan(network(), batch(), "classification")["none"]
+    with pytest.raises(InputError, match="gave no batch"):
+        laplace.plan(network(), DataLoader([]), "classification")
+
+
+def test_a_loader_serves_as_well_as_its_first_batch(capsys):
+    x, y = batch()
+    expected = str(laplace.plan(network(), (x, y), "classification"))
+    for loader in (DataLoader(TensorDataset(x, y), batch_size=4), [(x, y), (x, y)]):
+        assert str(laplace.plan(network(), loader, "classification")) == expected
+
+
+def test_points_are_no_more_than_the_data_and_alone_send_vectors_back(capsys):
+    few = laplace.plan(network(), batch(), "classification", n_data=20)
+    many = laplace.plan(network(), batch(), "classification", n_data=10**8)
+    assert few["gp"].bytes < many["gp"].bytes / 100
+    assert few["gp, nystrom"].bytes < many["gp, nystrom"].bytes / 10
+    assert many["gp"].epochs == pytest.approx(1 / 3, rel=0.02)  # a forward pass of a training step's three
+    assert many["gp"].epochs < many["diag"].epochs < many["gp, nystrom"].epochs
+
+
+def test_few_weights_take_one_run_of_products(capsys):
+    tiny = laplace.plan(network(5), batch(), "classification", n_data=10**6)  # 123 weights
+    assert tiny["lowrank"].epochs < 8 * tiny["full"].epochs
+    larger = laplace.plan(network(30), batch(), "classification", n_data=10**6)  # found by Krylov iteration
+    assert tiny["lowrank"].epochs / tiny["diag"].epochs < larger["lowrank"].epochs / larger["diag"].epochs * 5
 
 
 def test_options_of_laplace_are_those_of_the_plan(capsys):

@@ -143,6 +143,11 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
         )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise InputError(f"a {type(loader).__name__} gives single examples. Write DataLoader(dataset, batch_size=128).")
+    if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+        raise InputError(
+            f"the loader is a {type(loader).__name__} of 2 tensors, as a batch is. Write [(x, y)] for all "
+            "data in one batch, or DataLoader(TensorDataset(x, y), batch_size=128)."
+        )
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
         inputs, y = split(batch, keys, index)

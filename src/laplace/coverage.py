@@ -74,16 +74,16 @@ def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
     return Coverage(tuple(rows))
 
 
-def not_kron(coverage: Coverage, name: str) -> str:
-    """In words, which tensors kron, or what is made of it, keeps in another form; nothing where there is none."""
+def not_kron(coverage: Coverage, structure: str) -> str:
+    """In words, which tensors a Kronecker structure keeps in another form; nothing where there is none."""
     others = [row for row in coverage if row.kept.startswith(("dense", "diag"))]
     named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     if not others:
         return ""
     return (
-        f"{name} keeps {len(others)} of {len(coverage)} tensors in another form, since their gradients are no outer "
-        f"products: {named}{more}. See la.coverage()."
+        f"{structure} keeps {len(others)} of {len(coverage)} tensors in another form, since their gradients are no "
+        f"outer products: {named}{more}. See la.coverage()."
     )
 
 

@@ -124,7 +124,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._keys = Keys(dict_key_x, dict_key_y)
         self._weights: LastLayer | Selection | None = None
         self._plan: Plan | None = None
-        self._budget = Budget(memory_budget)
+        self._budget = self.structure.budget = Budget(memory_budget)
         self._fitted: Fit | None = None
         self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
         self._snapshot: Snapshot | None = None
@@ -354,18 +354,6 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             yield posterior.fit.beside(forward, engine, self._budget.chunk)
         if isinstance(engine, Network):
             self._plan = engine.plan
-
-    def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[tuple[Forward, Tensor]]:
-        for batch in training_batches(loader, self.model, self._keys, progress_bar, "gridsearch"):
-            start, y = 0, batch.y
-            for forward in self._runs(batch.inputs):
-                f = forward.outputs
-                part = y if len(y) <= len(f) else y[start : start + len(f)]
-                start += len(f)
-                try:
-                    yield forward, self.likelihood.check_targets(f, part.to(f.device))
-                except InputError as error:
-                    raise InputError(f"validation batch {batch.index}: {error}") from None
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:

@@ -37,12 +37,10 @@ def structure_named(
     for key, value in options.items():
         if key not in made.options and value != _DEFAULTS.get(key):
             owners = [repr(other) for other, s in STRUCTURES.items() if key in s.options]
-            owners += [
-                f"'gp' with functional_approximation={kind!r}" for kind, s in FUNCTIONAL.items() if key in s.options
-            ]
+            owners += [_of_gp(kind) for kind, s in FUNCTIONAL.items() if key in s.options]
+            this = next((_of_gp(kind) for kind, s in FUNCTIONAL.items() if s is made), repr(made.name))
             raise OptionError(
-                f"{key}={shown(value)} belongs to hessian_structure={' or '.join(owners)}; {made.name!r} has no such "
-                "option."
+                f"{key}={shown(value)} belongs to hessian_structure={' or '.join(owners)}; {this} has no such option."
             )
     structure = made(**{key: options[key] for key in made.options})
     if curvature == "hessian" and subset != "last_layer":  # there it is the GGN
@@ -51,6 +49,10 @@ def structure_named(
             raise UnsupportedError(f"the exact Hessian has no form as {name!r}. Take hessian_structure={able}.")
         structure.semidefinite = False
     return structure
+
+
+def _of_gp(approximation: str) -> str:
+    return f"'gp' with functional_approximation={approximation!r}"
 
 
 def require_served(structure: Structure, layout: Layout) -> None:

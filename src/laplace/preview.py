@@ -1,33 +1,37 @@
 """`laplace.plan`: what each structure would cost on a network, before anything is fitted.
 
 The network runs on two examples of a batch, so that the rules, the vectors and the sizes are known. From these follow
-the memory, which is exact up to work space, and the cost, which is an estimate in multiplications: true to a factor of
-two or so where products dominate, too low for tiny networks, which spend their time on being called.
+the memory at the peak of a fit (what stays is less: `la.coverage().bytes`), and the cost, which is an estimate in
+multiplications: true to a factor of two or so where products dominate, too low for tiny networks, which spend their
+time on being called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from laplace.backprop.network import Network, NetworkMoments
 from laplace.batches import device_of, split
 from laplace.budget import in_bytes
 from laplace.curvature import CURVATURES
-from laplace.errors import LaplaceError
+from laplace.errors import InputError, LaplaceError, choice
 from laplace.functional import FUNCTIONAL
+from laplace.functional.structure import DEFAULT_POINTS
 from laplace.laplace import Laplace
 from laplace.options import whole_number
 from laplace.precision import plain
 from laplace.structures import STRUCTURES, Structure
 
 _EXAMPLES = 2
-_KINDS = (*STRUCTURES.values(), *FUNCTIONAL.values())
+_APPROXIMATIONS = {made.name: approximation for approximation, made in FUNCTIONAL.items()}
+_KINDS = STRUCTURES | {made.name: made for made in FUNCTIONAL.values()}
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Option:
     """One structure on a network."""
 
     structure: str
-    bytes: int
+    bytes: int  # at the peak of a fit; `la.coverage().bytes` is what stays
     epochs: float  # of a fit, decompositions included, in epochs of training on the same data
     fits: bool
     reason: str = ""  # why there is none
@@ -58,17 +62,18 @@ class Preview:
         return iter(self.options)
 
     def __getitem__(self, structure: str) -> Option:
-        for option in self.options:
-            if option.structure == structure:
-                return option
-        raise KeyError(structure)
+        options = {option.structure: option for option in self.options}
+        return options[choice(structure, options, "structure")]
 
     def __repr__(self) -> str:
         fitting = [option.structure for option in self.options if option.fits]
         return f"<{len(self.options)} structures, {len(fitting)} fit: {', '.join(fitting)}>"
 
     def __str__(self) -> str:
-        rows = [("hessian_structure", "memory", "fit, epochs", "fits"), *(option.cells() for option in self.options)]
+        rows = [
+            ("hessian_structure", "peak memory", "fit, epochs", "fits"),
+            *(option.cells() for option in self.options),
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
         return "\n".join([self.title, "", lines[0], "-" * max(map(len, lines)), *lines[1:]])
@@ -84,25 +89,39 @@ def plan(
     n_data: int = 10_000,
     **options: Any,
 ) -> Preview:
-    """Print each structure with its memory, its estimated cost for `n_data` examples, and whether it fits.
+    """Print each structure with its peak memory, its estimated cost for `n_data` examples, and whether it fits.
 
-    `batch` is one of the training loader; all other options are those of `Laplace`. Returns the table.
+    `batch` is one of the training loader, or the loader itself; all other options are those of `Laplace`. Returns the
+    table.
     """
     number = whole_number(n_data, "n_data")
-    own = {key: options.pop(key) for key in list(options) if any(key in made.options for made in _KINDS)}
+    own = {key: options.pop(key) for key in list(options) if any(key in made.options for made in _KINDS.values())}
     options |= {"curvature": curvature}
     la = Laplace(model, likelihood, subset_of_weights, "diag", **options)
 
     def structure(name: str) -> Structure:
         """One that is made with those of its own options that were given."""
-        made = FUNCTIONAL["sod"] if name == "gp" else STRUCTURES[name]
+        made = _KINDS[name]
         given = {key: value for key, value in own.items() if key in made.options}
-        return Laplace(model, likelihood, subset_of_weights, name, **options, **given).structure
+        if made.functional:
+            given = {"n_subset": min(DEFAULT_POINTS, number), "functional_approximation": _APPROXIMATIONS[name]} | given
+        kind = "gp" if made.functional else name
+        return Laplace(model, likelihood, subset_of_weights, kind, **options, **given).structure
 
     with plain():
-        preview = _previewed(la, batch, number, structure)
+        preview = _previewed(la, _first(batch), number, structure)
     print(preview)
     return preview
+
+
+def _first(batch: Any) -> Any:
+    """The batch, or the first one of a loader or of a list of batches."""
+    several = isinstance(batch, list) and len(batch) > 0 and isinstance(batch[0], (tuple, list, Mapping))
+    if not several and not isinstance(batch, DataLoader):
+        return batch
+    for first in batch:
+        return first
+    raise InputError("the loader gave no batch.")
 
 
 def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Structure]) -> Preview:
@@ -133,7 +152,7 @@ def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Struc
     sent = counter.get_total_flops()  # the counter starts anew each time
     epoch = 3 * once / n  # a forward pass, and twice as much for a backward pass to the weights
     found = []
-    for name in [*STRUCTURES, "gp"]:
+    for name in _KINDS:
         try:
             structure = made(name)
         except LaplaceError as error:
@@ -143,7 +162,8 @@ def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Struc
         each, decomposed = structure.work(moments, layout, len(vectors) if isinstance(engine, Network) else 1)
         if la.curvature == "hessian":
             each = 4.0 * layout.n_params * once / n  # a Hessian-vector product each
-        total = structure.passes * (once + sent) / n + 2 * each + 2 * decomposed / n_data
+        runs, back = structure.runs(layout, n_data)
+        total = (runs * once + back * sent) / n + 2 * each + 2 * decomposed / n_data
         found.append(Option(name, needed, total / max(1.0, epoch), la._budget.has(needed, f.device)))
     title = (
         f"{type(la.model).__name__}: {layout.n_params:,} uncertain weights in {len(layout.names)} tensors, "

@@ -70,7 +70,8 @@ class Prior:
         if "diag" not in structures and self.precision.numel() not in (1, blocks):
             raise OptionError(
                 f"a prior precision per weight ({weights} values) has no Kronecker form and none in a kernel. Give a "
-                f"scalar, or {blocks} values (one per parameter tensor), or take hessian_structure='full' or 'diag'."
+                f"scalar, or {blocks} values (one per parameter tensor), or take hessian_structure='full', 'lowrank', "
+                "'block', 'inf' or 'diag'."
             )
         if self.mean.numel() not in (1, weights):
             raise OptionError(

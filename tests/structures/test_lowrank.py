@@ -86,7 +86,7 @@ def test_a_restart_of_the_basis_finds_the_same(monkeypatch):
 def test_full_rank_is_full(network, task):
     model, x, y, names = build(network, task)
     _, h = oracle.curvature_all(model, names, x, y, task)
-    la = Laplace(model, task, "all", "lowrank", rank=len(h), memory_budget=2**23).fit(cut(x, y, [5, 2, 4]))
+    la = Laplace(model, task, "all", "lowrank", rank=len(h), memory_budget=2**25).fit(cut(x, y, [5, 2, 4]))
     assert_close(la.H, h, 1e-8)
     assert la.spectrum.passes == 1
     full = Laplace(model, task, "all", "full").fit(cut(x, y, [5, 2, 4]))
@@ -227,10 +227,22 @@ def test_what_cannot_be_is_refused_with_what_can():
         Laplace(model, "classification", "all", "lowrank", memory_budget=10**5).fit(batches)
 
 
-def test_a_precision_per_weight_of_many_is_not_tuned(monkeypatch):
-    monkeypatch.setattr("laplace.structures.low_rank_gaussian.LIMIT", 500)
-    with pytest.raises(UnsupportedError, match=r"553 precisions.*limit is 500.*'layerwise'"):
-        fit("lowrank", rank=5).optimize_prior_precision(prior_structure="diag")
+def test_a_precision_per_weight_of_many_is_not_tuned():
+    la = fit("lowrank", rank=5, memory_budget=4 * 10**6)
+    with pytest.raises(MemoryBudgetError, match=r"each of 553 weights.*9\.79 MB.*4 MB are allowed.*'layerwise'"):
+        la.optimize_prior_precision(prior_structure="diag")
+
+
+def test_a_tolerance_that_keeps_more_than_fits_is_refused():
+    model, *_ = problem()
+    torch.manual_seed(1)
+    x, y = torch.randn(300, 1, 8, 8, dtype=torch.float64), labels("classification", 300, 3)
+    large, small = (
+        Laplace(model, "classification", "all", "lowrank", tol=tol, memory_budget=5 * 10**6) for tol in (0.1, 1e-9)
+    )
+    assert len(large.fit(cut(x, y, 300)).spectrum.eigenvalues) < 20
+    with pytest.raises(MemoryBudgetError, match=r"with \d+ eigenpairs of 553 weights so far.*larger tol="):
+        small.fit(cut(x, y, 300))
 
 
 def test_a_spectrum_without_curvature_is_readable():

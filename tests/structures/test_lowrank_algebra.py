@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, symmetric_root
+from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of, symmetric_root
 
 P, SIZES = 11, [4, 1, 6]
 
@@ -28,11 +28,6 @@ class Pieces:
         for start in range(0, len(self.u), self.step):
             part = slice(start, min(start + self.step, len(self.u)))
             yield part, self.u[part]
-
-    def columns(self):
-        for start in range(0, self.u.shape[1], self.step):
-            part = slice(start, start + self.step)
-            yield part, self.u.T[part]
 
 
 @pytest.fixture(params=[(3, 2), (3, 11), (1, 4), (14, 3), (0, 4)], ids=lambda p: f"k{p[0]}-step{p[1]}")
@@ -81,7 +76,7 @@ def test_colour_does_not_depend_on_the_order_of_the_columns():
 @pytest.mark.parametrize("sizes", [[P], SIZES, [1] * P])
 def test_traces_are_those_of_the_covariances_blocks(given, sizes):
     algebra, _, covariance = given
-    t, m = algebra.traces(sizes)
+    t, m = algebra.group_traces(sizes)
     torch.testing.assert_close(t, torch.stack([x.sum() for x in covariance.diagonal().split(sizes)]))
     blocks = [[b.square().sum() for b in rows.split(sizes, 1)] for rows in covariance.split(sizes)]
     torch.testing.assert_close(m, torch.tensor(blocks, dtype=torch.float64))
@@ -90,10 +85,15 @@ def test_traces_are_those_of_the_covariances_blocks(given, sizes):
 def test_the_part_of_the_low_rank_in_the_outputs(given):
     algebra, _, covariance = given
     jac = torch.randn(7, P, dtype=torch.float64)
-    found = [jac @ steps.T for _, steps in algebra.steps()]
-    taken = algebra.explained(torch.cat(found, 1).T if found else jac.new_zeros(0, 7))
-    expected = jac @ covariance @ jac.T
-    torch.testing.assert_close((jac / algebra.d) @ jac.T - taken.T @ taken, expected)
+    prior = (jac / algebra.d) @ jac.T
+    y = algebra.explained(((jac / algebra.d) @ algebra.u.u).T.unsqueeze(2))  # one output at seven points
+    expected, v = jac @ covariance @ jac.T, torch.randn(7, 1, dtype=torch.float64)
+    each = expected.diagonal().reshape(7, 1)
+    torch.testing.assert_close(left_of(prior.reshape(7, 1, 7, 1), y, "joint"), expected.reshape(7, 1, 7, 1))
+    alone = prior.diagonal().reshape(7, 1)
+    torch.testing.assert_close(left_of(alone, y, "variance"), each)
+    torch.testing.assert_close(left_of(alone.unsqueeze(2), y, "covariance"), each.unsqueeze(2))
+    torch.testing.assert_close(left_of(alone * v, y, "product", v), each * v)
 
 
 def test_float32_is_accurate_where_the_data_says_much():

@@ -146,7 +146,9 @@ def test_what_cannot_be_tuned_is_said():
     la = fitted("classification", "kron")
     with pytest.raises(UnsupportedError, match=r"no optimum in the temperature.*method='validation'"):
         la.tune("temperature")
-    with pytest.raises(UnsupportedError, match=r"kron has no form.*'scalar', 'layerwise'.*'full' or 'diag'"):
+    with pytest.raises(
+        UnsupportedError, match=r"kron has no form.*'scalar', 'layerwise'.*'full', 'lowrank', 'block', 'inf' or 'diag'"
+    ):
         la.optimize_prior_precision(prior_structure="diag")
     with pytest.raises(OptionError, match="for regression"):
         la.optimize_prior_precision(tune_sigma_noise=True)

@@ -189,16 +189,29 @@ def test_a_wrong_choice_says_what_is_right(told, says):
         (torch.tensor([0, 47]), "go up to 47; the network has 47 trainable weights, numbered from 0 to 46"),
         (torch.tensor([1, 2, 1, 2, 3]), r"holds 2 of its 5 values more than once.*indices.unique\(\)"),
         (torch.tensor([0.0, 1.0]), "dtype torch.float32"),
-        (torch.tensor([0, 1], dtype=torch.int32), "dtype torch.int32"),
         (torch.tensor([True, False]), r"dtype torch.bool.*mask.flatten\(\).nonzero\(\).flatten\(\)"),
         (torch.tensor([[0, 1]]), r"shape \(1, 2\); a vector"),
         (torch.tensor(3), r"shape \(\)"),
-        ([0, 1], "is a list, not a tensor. Write subnetwork_indices=torch.tensor"),
+        ([0, 1.5], "is a list; a vector or a list of whole numbers is needed. Write subnetwork_indices=torch.tensor"),
+        ([True, False], "is a list; a vector or a list of whole numbers"),
+        ([], "is empty"),
     ],
 )
 def test_wrong_indices_say_what_is_right(indices, says):
     with pytest.raises(OptionError, match=says):
         Laplace(Body(), "regression", "subnetwork", "diag", subnetwork_indices=indices)
+
+
+@pytest.mark.parametrize("indices", [[0, 3, 5], (0, 3, 5), torch.tensor([0, 3, 5], dtype=torch.int32)], ids=str)
+def test_indices_may_be_a_list_or_short_numbers(indices):
+    given = Laplace(Body(), "regression", "subnetwork", "diag", subnetwork_indices=indices)._subset.indices
+    assert torch.equal(given, torch.tensor([0, 3, 5]))
+
+
+@pytest.mark.parametrize("predicate", [lambda name: True, lambda: True, lambda a, b, c: True])
+def test_a_predicate_of_other_arguments_is_told_which_it_gets(predicate):
+    with pytest.raises(OptionError, match=r"cannot be called with two arguments.*write lambda name, p:"):
+        Laplace(Body(), "regression", predicate, "diag")
 
 
 def test_a_structure_of_whole_tensors_names_those_that_serve_scattered_weights():

@@ -125,10 +125,22 @@ def test_wrong_selectors_say_what_is_right(given):
         (lambda: utils.RandomSubnetMask(3, 1), OptionError, "model is a int"),
         (lambda: utils.RandomSubnetMask(model, 1, generator=3), OptionError, "generator is a int"),
         (lambda: utils.ParamNameSubnetMask(model, ["2"]), OptionError, "'2' is no parameter of the network"),
+        (
+            lambda: utils.ParamNameSubnetMask(model, ["2.wieght"]),
+            OptionError,
+            r"'2.wieght' is no parameter.*Nearest: '2.weight'",
+        ),
         (lambda: utils.ModuleNameSubnetMask(model, ["2.weight"]), OptionError, "'2.weight' is no module"),
         (lambda: utils.ModuleNameSubnetMask(model, []), OptionError, "at least one name"),
         (lambda: utils.ModuleNameSubnetMask(model, "2"), OptionError, "a list with at least one name"),
         (lambda: utils.LargestVarianceDiagLaplaceSubnetMask(model, 2, model), OptionError, "is a Sequential; write"),
+        (
+            lambda: utils.LargestVarianceDiagLaplaceSubnetMask(
+                model, 2, Laplace(model, "classification", "all", "kron")
+            ),
+            OptionError,
+            r"has hessian_structure='kron'.*Write Laplace\(model, likelihood, 'all', 'diag'\)",
+        ),
         (lambda: utils.LargestVarianceDiagLaplaceSubnetMask(model, 2, last).select(), OptionError, "over all 6 train"),
         (lambda: utils.LargestVarianceDiagLaplaceSubnetMask(model, 2, unfitted).select(), InputError, "seen no data"),
         (lambda: utils.LargestVarianceSWAGSubnetMask(model, 2).select(), InputError, "a NoneType came"),

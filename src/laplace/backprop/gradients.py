@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from laplace.algebra import gram
 from laplace.curvature.output import OutputCurvature
 
 
@@ -47,6 +48,22 @@ class Spread:
         if self._by_output is None and self._asked > self.variances.shape[2] and not self.variances.requires_grad:
             self._by_output = self.variances[0].T @ self.left.squares[0]
         return self._by_output
+
+
+class Covariance:
+    """A covariance S = R R^T of all weights.
+
+    Gradients times R are squared, and nothing cancels: of a gradient that the data determines, float32 would leave
+    little where S itself has the prior's large variances.
+    """
+
+    def __init__(self, root: Tensor) -> None:  # R: (P, P)
+        self.root = root
+
+    @cached_property
+    def matrix(self) -> Tensor:  # (P, P), float64
+        """S itself, for those to whom its blocks are cheaper; in float64, since there it does cancel."""
+        return gram(self.root.double().T)
 
 
 class MomentsOf(Protocol):
@@ -184,15 +201,15 @@ class Jacobian(Protocol):
         """One entry per parameter tensor, in the layout's order."""
         ...
 
-    def variance(self, covariance: Tensor) -> Tensor:
-        """diag(J S J^T) for a dense S of all weights, (P, P) -> (N, C)."""
+    def variance(self, covariance: Covariance) -> Tensor:
+        """diag(J S J^T) for a dense S of all weights, (N, C)."""
         ...
 
-    def covariance(self, covariance: Tensor) -> Tensor:
+    def covariance(self, covariance: Covariance) -> Tensor:
         """J S J^T of each example, (N, C, C)."""
         ...
 
-    def joint(self, covariance: Tensor) -> Tensor:
+    def joint(self, covariance: Covariance) -> Tensor:
         """J S J^T over all examples together, (N, C, N, C)."""
         ...
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace.algebra import gram
-from laplace.backprop.gradients import Basis, Spread
-from laplace.backprop.uses import Outer, Stored
+from laplace.backprop.activations import Stored
+from laplace.backprop.gradients import Basis, Covariance, Spread
+from laplace.backprop.uses import Outer
 from laplace.batches import Inputs
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
@@ -286,21 +287,21 @@ class HeadJacobian:
             self._parameters.extend(HeadJacobianOf(a, self.n, self.c) for a in self.features)
         return self._parameters
 
-    def variance(self, covariance: Tensor) -> Tensor:
-        same = torch.arange(self.c, device=covariance.device)
+    def variance(self, covariance: Covariance) -> Tensor:
+        same = torch.arange(self.c, device=covariance.root.device)
         return self._pairs(covariance, same, same)
 
-    def covariance(self, covariance: Tensor) -> Tensor:
-        rows, cols = torch.tril_indices(self.c, self.c, device=covariance.device).unbind()
+    def covariance(self, covariance: Covariance) -> Tensor:
+        rows, cols = torch.tril_indices(self.c, self.c, device=covariance.root.device).unbind()
         lower = self._pairs(covariance, rows, cols)
         out = lower.new_empty(self.n, self.c, self.c)
         out[:, rows, cols] = lower
         out[:, cols, rows] = lower
         return out
 
-    def joint(self, covariance: Tensor) -> Tensor:
-        phi, dense = self._augmented, self._by_output(covariance)
-        return torch.einsum("ni,cidj,mj->ncmd", phi, dense, phi)
+    def joint(self, covariance: Covariance) -> Tensor:
+        phi, dense = self._augmented.double(), self._by_output(covariance.matrix)
+        return torch.einsum("ni,cidj,mj->ncmd", phi, dense, phi).to(self.features[0])
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
         phi, q = self._augmented, basis[self._order].unflatten(0, (self.c, -1))  # q: (C, I, P)
@@ -311,15 +312,15 @@ class HeadJacobian:
     def along(self, steps: Tensor) -> Tensor:
         return _along(self.features, steps, self.n, self.c)
 
-    def _pairs(self, covariance: Tensor, rows: Tensor, cols: Tensor) -> Tensor:  # (N, pairs)
+    def _pairs(self, covariance: Covariance, rows: Tensor, cols: Tensor) -> Tensor:  # (N, pairs)
         """phi^T S[c, :, d, :] phi for the asked pairs (c, d), in chunks of examples."""
-        blocks = self._by_output(covariance).transpose(1, 2)[rows, cols]  # (pairs, I, I)
+        blocks = self._by_output(covariance.matrix).transpose(1, 2)[rows, cols]  # (pairs, I, I)
         wide = blocks.permute(1, 0, 2).flatten(1)  # (I, pairs * I)
         step = max(1, _CHUNK // wide.shape[1])
         parts = []
-        for phi in self._augmented.split(step):
+        for phi in self._augmented.double().split(step):
             half = (phi @ wide).unflatten(1, (len(rows), -1))
-            parts.append((half @ phi.unsqueeze(-1)).squeeze(-1))
+            parts.append((half @ phi.unsqueeze(-1)).squeeze(-1).to(self.features[0]))
         return torch.cat(parts)
 
     @property

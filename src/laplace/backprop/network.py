@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laplace.algebra import gram
 from laplace.backprop.plan import Learned, Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
-from laplace.backprop.uses import Dense, Use, Written, along
+from laplace.backprop.uses import Dense, Use, Written, along, split
 from laplace.batches import Inputs
 from laplace.budget import Budget
 from laplace.curvature.hessian import HessianMoments
@@ -227,7 +227,7 @@ class NetworkForward:
             for use, size in zip(found, layout.sizes, strict=True)
         ]
         for use in uses:
-            use.chunk = self.network.budget.count(self.network.item_size, share=0.125)
+            use.within(self.network.budget.count(self.network.item_size, share=0.125))
         return uses
 
     def _send(self, v: Tensor, batched: bool) -> list[Tensor]:
@@ -289,14 +289,14 @@ class NetworkMoments:
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             uses = [use.settled(part) for use in self.parameters]
-            coefficients = along(uses, vectors)
+            coefficients = along(uses, split(vectors, uses))
             term = torch.cat([use.back(coefficients) for use in uses], 1)
             total = term if total is None else total.add_(term)
         assert total is not None
         return total
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
-        return gram(along(self.parameters, torch.cat(list(steps), 1)).flatten(1).T.double())
+        return gram(along(self.parameters, steps).flatten(1).T.double())
 
     def trace(self) -> Tensor:
         return torch.stack([use.trace() for use in self.parameters]).sum()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from laplace.backprop.arrangement import Arrangement, detect, version
+from laplace.backprop.entries import at
 from laplace.backprop.layers import RULES, Call, Generic, Rule
 from laplace.backprop.layers.generic import WholeNetwork
 from laplace.backprop.record import Recorded, Recorder
@@ -120,7 +121,7 @@ class Plan:
                 found[owner.keys[key]].append(use)
         named = zip(layout.names, layout.parts, strict=True)
         return [
-            combined([use if part is None else use.at(part.index) for use in found[name]]) if found[name] else None
+            combined([use if part is None else at(use, part.index) for use in found[name]]) if found[name] else None
             for name, part in named
         ]
 

@@ -1,28 +1,28 @@
 """The algebra on (a, g): what structures and posteriors ask of one parameter's uses in one batch.
 
 `Outer` is a parameter whose per-example gradient is a sum of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T, in
-one or more groups; `Dense` holds G itself; `Entries` are some entries of an outer product, and `Sum` adds uses of
-different kinds. All answer the same questions (`MomentsOf` while fitting, `JacobianOf` while predicting, where the k
-are the outputs). G is contracted for some examples at a time, and never kept.
+one or more groups; `Dense` holds G itself, and `Sum` adds uses of different kinds. All answer the same questions
+(`MomentsOf` while fitting, `JacobianOf` while predicting, where the k are the outputs). G is contracted for some
+examples at a time, and never kept.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from laplace.algebra import gram, total
-from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.activations import Activations, Stored, grams
+from laplace.backprop.gradients import Basis, Covariance, Spread
 
-_PRODUCTS = 2**22  # numbers of the matrix products summed at a time
-_WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
 _ALL = slice(None)
+Kind = TypeVar("Kind", bound="Use")
 
 
 class Use(ABC):
@@ -48,9 +48,15 @@ class Use(ABC):
     def contracted(self, part: slice) -> Tensor:  # (K, n, p)
         """G of some examples."""
 
-    @abstractmethod
-    def at(self, index: Tensor) -> Use:  # (p',)
-        """Of the weights at some indices alone."""
+    def within(self: Kind, chunk: int) -> Kind:
+        """This one, contracted at most so many numbers at a time."""
+        self.chunk = chunk
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes while it is kept."""
+        return self.g.nbytes
 
     @property
     def held(self) -> int:
@@ -69,12 +75,7 @@ class Use(ABC):
         return total(self.contracted(part).square().sum((0, 1)) for part in self.parts())
 
     def gram(self) -> Tensor:  # (p, p)
-        total = None
-        for part in self.parts():
-            term = gram(self.contracted(part).flatten(0, 1))
-            total = term if total is None else total + term
-        assert total is not None
-        return total
+        return total(gram(self.contracted(part).flatten(0, 1)) for part in self.parts())
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -135,7 +136,7 @@ class Use(ABC):
 
     def settled(self, part: slice) -> Use:
         """That of some examples, with G contracted once and for all where it would be contracted at each question."""
-        return Dense(self.contracted(part))
+        return Dense(self.contracted(part)).within(self.chunk)
 
     def load(self, steps: int) -> int:
         """Numbers per example that `along` and `back` of so many steps take, once settled."""
@@ -173,18 +174,19 @@ class Written:
     def __init__(self, parameters: list[Use], rows: Callable[[], Iterator[Tensor]]) -> None:  # (K, n, P) each
         self.parameters, self._rows = parameters, rows
 
-    def variance(self, covariance: Tensor) -> Tensor:
-        parts = [((j @ covariance) * j).sum(-1).T for j in self._rows()]
-        return torch.cat(parts)
+    def variance(self, covariance: Covariance) -> Tensor:
+        return torch.cat([(j @ covariance.root).square().sum(-1).T for j in self._rows()])
 
-    def covariance(self, covariance: Tensor) -> Tensor:
-        return torch.cat([torch.einsum("cnp,dnp->ncd", j @ covariance, j) for j in self._rows()])
+    def covariance(self, covariance: Covariance) -> Tensor:
+        rows = ((j @ covariance.root).transpose(0, 1) for j in self._rows())
+        return torch.cat([x @ x.mT for x in rows])
 
-    def joint(self, covariance: Tensor) -> Tensor:
+    def joint(self, covariance: Covariance) -> Tensor:
         rows = []
         for j in self._rows():
-            x = j @ covariance
-            rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, other) for other in self._rows()], 2))
+            x = j @ covariance.root
+            others = (other @ covariance.root for other in self._rows())
+            rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, other) for other in others], 2))
         return torch.cat(rows)
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ class Written:
         return torch.cat(parts, 1).permute(2, 1, 0)
 
     def along(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
-        return along(self.parameters, steps)
+        return along(self.parameters, split(steps, self.parameters))
 
 
 @dataclass
@@ -210,13 +212,8 @@ class Dense(Use):
     def contracted(self, part: slice) -> Tensor:
         return self.g[:, part]
 
-    def at(self, index: Tensor) -> Dense:
-        return Dense(self.g[..., index])
-
     def double(self) -> Dense:
-        same = replace(self, g=self.g.double())
-        same.chunk = self.chunk
-        return same
+        return Dense(self.g.double()).within(self.chunk)
 
 
 @dataclass
@@ -237,79 +234,16 @@ class Sum(Use):
     def contracted(self, part: slice) -> Tensor:
         return total(use.contracted(part) for use in self.uses)
 
-    def at(self, index: Tensor) -> Sum:
-        return Sum([use.at(index) for use in self.uses])
+    def within(self, chunk: int) -> Sum:
+        self.chunk, self.uses = chunk, [use.within(chunk) for use in self.uses]
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(use.nbytes for use in self.uses)
 
     def double(self) -> Sum:
-        return Sum([use.double() for use in self.uses])
-
-
-class Activations(Protocol):
-    """The inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(N, Gr, I, T)."""
-        ...
-
-    def read(self, part: slice) -> Tensor:
-        """a of some examples, (n, Gr, I, T)."""
-        ...
-
-    def features(self, part: slice, index: Tensor) -> Tensor:
-        """Some of the Gr * I features of some examples, (n, F, T)."""
-        ...
-
-    def gram(self) -> Tensor:
-        """sum over examples and positions of a a^T, (Gr, I, I)."""
-        ...
-
-    def mean(self) -> Tensor:
-        """Mean over positions, (N, Gr, I, 1)."""
-        ...
-
-
-class Stored:
-    """Activations that are there already."""
-
-    def __init__(self, a: Tensor) -> None:  # (N, Gr, I, T)
-        self.a = a
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        n, groups, i, t = self.a.shape
-        return n, groups, i, t
-
-    def read(self, part: slice) -> Tensor:
-        return self.a[part]
-
-    def features(self, part: slice, index: Tensor) -> Tensor:
-        return self.a[part].flatten(1, 2)[:, index]
-
-    def gram(self) -> Tensor:
-        return grams(self.a)
-
-    def mean(self) -> Tensor:
-        return self.a.mean(3, keepdim=True)
-
-
-class Ones:
-    """The constant input of a bias."""
-
-    def __init__(self, g: Tensor) -> None:  # (K, N, 1, O, 1)
-        self.like, self.shape = g, (g.shape[1], 1, 1, 1)
-
-    def read(self, part: slice) -> Tensor:
-        return self.like.new_ones(len(range(self.shape[0])[part]), 1, 1, 1)
-
-    def features(self, part: slice, index: Tensor) -> Tensor:
-        return self.read(part)[:, 0].expand(-1, len(index), -1)
-
-    def gram(self) -> Tensor:
-        return self.like.new_full((1, 1, 1), float(self.shape[0]))
-
-    def mean(self) -> Tensor:
-        return self.read(slice(None))
+        return Sum([use.double() for use in self.uses]).within(self.chunk)
 
 
 @dataclass
@@ -346,10 +280,11 @@ class Outer(Use):
         return groups * i * t if t > 1 else 0
 
     def contracted(self, part: slice) -> Tensor:
-        return _contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
+        return contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
 
-    def at(self, index: Tensor) -> Entries:
-        return Entries(self, index)
+    @property
+    def nbytes(self) -> int:
+        return self.g.nbytes + self.a.nbytes
 
     def inputs(self) -> tuple[Tensor, int]:
         n, _, _, t = self.a.shape
@@ -387,7 +322,7 @@ class Outer(Use):
         a, g = self.a.read(part).to(self.g.dtype), self.g[:, part]
         k, _, _, o, t = g.shape
         early_right, early_left = t <= k * o, t <= a.shape[2]
-        out = _contract(
+        out = contract(
             _rotate_left(a, spread.right if early_right else None), _rotate_left(g, spread.left if early_left else None)
         )
         out = out if early_right else _rotate_right(out, spread.right)
@@ -418,8 +353,11 @@ class Outer(Use):
     def back(self, coefficients: Tensor) -> Tensor:
         if self.positions > 1:
             return super().back(coefficients)
-        sent = torch.einsum("snk,knvo->snvo", coefficients, self.g[..., 0])
-        return torch.einsum("snvo,nvi->svoi", sent, self._all()[..., 0]).flatten(1)
+        g, a, found = self.g[..., 0], self._all()[..., 0], []
+        for some in coefficients.split(max(1, self.chunk // g[0].numel())):
+            sent = torch.einsum("snk,knvo->snvo", some, g)
+            found.append(torch.einsum("snvo,nvi->svoi", sent, a).flatten(1))
+        return torch.cat(found)
 
     def trace(self) -> Tensor:
         if self.positions > 1:
@@ -429,7 +367,7 @@ class Outer(Use):
     def settled(self, part: slice) -> Use:
         if self.positions > 1:
             return super().settled(part)
-        return replace(self, a=Stored(self.a.read(part)), g=self.g[:, part], twin=None)
+        return replace(self, a=Stored(self.a.read(part)), g=self.g[:, part], twin=None).within(self.chunk)
 
     def load(self, steps: int) -> int:
         if self.positions > 1:
@@ -457,9 +395,7 @@ class Outer(Use):
         return (self._input_products(other).unsqueeze(1) * (g @ h.mT)).sum(0)
 
     def double(self) -> Outer:
-        same = replace(self, g=self.g.double(), twin=None)
-        same.chunk = self.chunk
-        return same
+        return replace(self, g=self.g.double(), twin=None).within(self.chunk)
 
     def _single(self, other: Use) -> TypeGuard[Outer]:
         """Whether both are seen once per example, so that <G, G'> = (a . a') (g . g')."""
@@ -497,72 +433,14 @@ class Outer(Use):
         return _rotate_right(self._all().mT, basis).squeeze(2).square()
 
 
-@dataclass
-class Entries(Use):
-    """Some entries of sum_t g a^T, each at a row (an output) and a column (an input feature): nothing else is computed.
-
-    Where they are most of the rows and columns that they touch, one product of these is cheaper than many short sums.
-    """
-
-    outer: Outer
-    index: Tensor  # (p,), into the flattened (Gr * O, I)
-    form = "dense"
-
-    @property
-    def g(self) -> Tensor:  # type: ignore[override]
-        return self.outer.g
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        k, n, _ = self.outer.shape
-        return k, n, len(self.index)
-
-    def at(self, index: Tensor) -> Entries:
-        return Entries(self.outer, self.index[index])
-
-    def double(self) -> Entries:
-        return Entries(self.outer.double(), self.index)
-
-    def contracted(self, part: slice) -> Tensor:
-        k, n, p = self.shape
-        start, stop, _ = part.indices(n)
-        width = (k + 1) * self.outer.positions * min(p, sum(map(len, self._touched)))
-        step = max(1, self.chunk // width)
-        parts = [self._contracted(slice(s, min(s + step, stop))) for s in range(start, stop, step)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    def _contracted(self, part: slice) -> Tensor:  # (K, n, p)
-        g, t = self.outer.g[:, part].flatten(2, 3), self.outer.positions  # (K, n, Gr * O, T)
-        rows, columns = self._touched
-        if t == 1 or len(rows) * len(columns) > _WORTH * len(self.index):
-            a = self.outer.a.features(part, self._column).to(g.dtype)
-            return (g[:, :, self._row] * a).sum(3)
-        a = self.outer.a.features(part, columns).to(g.dtype)
-        product = _contract(a.unsqueeze(1), g[:, :, rows].unsqueeze(2)).squeeze(2)  # (K, n, rows, columns)
-        at = torch.searchsorted(rows, self._row) * len(columns) + torch.searchsorted(columns, self._column)
-        return product.flatten(2)[..., at]
-
-    @cached_property
-    def _row(self) -> Tensor:  # (p,), of the Gr * O outputs
-        return self.index // self.outer.factors[2]
-
-    @cached_property
-    def _column(self) -> Tensor:  # (p,), of the Gr * I features
-        _, o, i = self.outer.factors
-        return self._row // o * i + self.index % i
-
-    @cached_property
-    def _touched(self) -> tuple[Tensor, Tensor]:
-        return self._row.unique(), self._column.unique()
-
-
-def along(uses: list[Use], steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
+def along(uses: Sequence[Use], steps: Sequence[Tensor]) -> Tensor:  # (S, p) each -> (S, N, K)
     """<G, step> of several parameters together."""
-    parts = zip(uses, steps.split([use.weights for use in uses], 1), strict=True)
-    first, *others = [use.along(part) for use, part in parts]
-    for other in others:
-        first = first + other
-    return first
+    return total(use.along(step) for use, step in zip(uses, steps, strict=True))
+
+
+def split(steps: Tensor, uses: Sequence[Use]) -> Sequence[Tensor]:  # (S, P) -> (S, p) each
+    """Steps of several parameters together cut into those of each."""
+    return steps.split([use.weights for use in uses], 1)
 
 
 def combined(uses: list[Use]) -> Use:
@@ -587,25 +465,8 @@ def _joint(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor], pa
     return torch.cat(rows)
 
 
-def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
-    """sum over m and t of x x^T, per group; nothing is copied but what has a single position."""
-    m, groups, d, t = x.shape
-    if t == 1 and groups == 1:
-        return gram(x.reshape(m, d)).unsqueeze(0)
-    if groups > 1 and t < 8:
-        rows = x.permute(1, 0, 3, 2).reshape(groups, m * t, d)
-        return rows.mT @ rows
-    if t < 8:
-        return gram(x.squeeze(1).mT.reshape(m * t, d)).unsqueeze(0)
-    step = _PRODUCTS // (groups * d * d)
-    if step < 8 and groups == 1:  # a product per example would be larger than what is multiplied
-        return total(
-            gram(part.squeeze(1).mT.reshape(-1, d)) for part in x.split(max(1, _PRODUCTS // (d * t)))
-        ).unsqueeze(0)
-    return total((part @ part.mT).sum(0) for part in x.split(max(1, step)))
-
-
-def _contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)
+def contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)
+    """sum_t g a^T, in groups."""
     k, n, groups, o, t = g.shape
     left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
     return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)

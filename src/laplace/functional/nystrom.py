@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Jacobian, Moments
 from laplace.curvature.output import OutputCurvature
-from laplace.errors import InputError, OptionError, shown, warn
+from laplace.errors import InputError, warn, whole_number
 from laplace.functional.kernel import kernel
 from laplace.functional.points import FunctionJacobian
 from laplace.functional.structure import Functional, FunctionCurvature, FunctionGaussian, Gradients, refuse
@@ -36,12 +36,7 @@ class Nystrom(Functional):
 
     def __init__(self, n_subset: int | None = None, seed: int = 0, rank: int | float | None = None) -> None:
         super().__init__(n_subset, seed)
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise OptionError(
-                f"rank={shown(rank)} must be a whole number of at least 1 for functional_approximation='nystrom', or "
-                f"None for {DEFAULT_RANK}."
-            )
-        self.rank = rank
+        self.rank = None if rank is None else whole_number(rank, "rank")
 
     def vectors(self, curvature: OutputCurvature, repeats: float) -> Tensor:
         some = curvature.squares()
@@ -51,6 +46,11 @@ class Nystrom(Functional):
         rows = vectors * points
         rank = min(rows, DEFAULT_RANK if self.rank is None else self.rank)
         return 3 * 8 * rows**2 + (itemsize + 8) * rank * layout.n_params + 8 * rank**2 * (len(layout.names) + 3)
+
+    def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
+        each, once = super().work(moments, layout, vectors)
+        used = sum(m.positions * m.weights for m in moments.parameters)
+        return each + used * (DEFAULT_RANK if self.rank is None else self.rank), once
 
     def from_points(self, gradients: Gradients, points: int, layout: Layout) -> Sums:
         values, vectors = torch.linalg.eigh(kernel(gradients, points))

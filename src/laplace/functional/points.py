@@ -42,7 +42,7 @@ class Points:
             return self._held
         runs = self._runs(engine)
         first = next(runs)
-        each = 2 * sum(use.g.nbytes for use in first) / first[0].shape[1]  # with activations: never more than g
+        each = sum(use.nbytes for use in first) / first[0].shape[1]
         if each * len(self) > limit:
             return chain([first], runs)
         self._held = [first, *runs]

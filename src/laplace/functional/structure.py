@@ -71,7 +71,12 @@ class Functional(Structure):
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
         rows = self.most * _vectors(moments)
         products = sum(min(m.weights, sum(m.factors)) if m.form == "kron" else m.weights for m in moments.parameters)
-        return 0.0, rows**2 * products + EIGH * rows**3
+        return 0.0, rows**2 * products / 2 + EIGH * rows**3  # the kernel is symmetric
+
+    def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
+        """Vectors are sent back from the points alone, which are run again; further runs over all data are whole."""
+        points = min(self.most, n_data) / n_data
+        return self.passes + points, self.passes - 1 + points
 
 
 def _vectors(moments: Moments) -> int:

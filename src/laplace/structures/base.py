@@ -17,6 +17,7 @@ from torch import Tensor
 
 from laplace.algebra import Rows
 from laplace.backprop.gradients import Jacobian, Moments
+from laplace.budget import Budget
 from laplace.weights.layout import Layout
 
 Sums = dict[str, Tensor]
@@ -80,6 +81,13 @@ class Gaussian(ABC):
         """
 
 
+def require_pairs(budget: Budget, like: Tensor) -> None:  # (P,)
+    """Newton's method with a precision per weight solves for all of them together: refused where that cannot fit."""
+    p = len(like)
+    what = f"tuning a prior precision for each of {p:,} weights that depend on each other"
+    budget.require(4 * 8 * p**2, like.device, what, "Take prior_structure='layerwise', or hessian_structure='diag'.")
+
+
 class Curvature(ABC):
     """H, factorised once."""
 
@@ -124,6 +132,7 @@ class Structure(Pass):
     exact_hessian: bool = True  # whether there is a form for curvature='hessian'
     scattered: bool = True  # whether it can keep some weights of a tensor without the others
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
+    budget: Budget = Budget()  # the user's, once there is one
 
     @property
     def described(self) -> str:
@@ -162,6 +171,10 @@ class Structure(Pass):
     @abstractmethod
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
         """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition."""
+
+    def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
+        """How often a fit usually runs the network on each example, and how often it sends vectors back."""
+        return self.passes, self.passes
 
     @abstractmethod
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from laplace.algebra import eigh
+from laplace.algebra import eigh, total
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
 from laplace.budget import Budget
-from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
+from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces, require_pairs
 from laplace.structures.block import Block, BlockGaussian
 from laplace.weights.layout import Layout
 
@@ -49,7 +49,8 @@ class BlockDiagonal(Structure):
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> BlockCurvature:
         decompose, parts = Eigh(dtype), by_tensor(sums, layout)
         shapes = zip(layout.names, layout.shapes, strict=True)
-        return BlockCurvature([self.block(parts[name], shape, decompose) for name, shape in shapes], layout)
+        blocks = [self.block(parts[name], shape, decompose) for name, shape in shapes]
+        return BlockCurvature(blocks, layout, self.budget)
 
 
 def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
@@ -64,13 +65,13 @@ def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
 class BlockCurvature(Curvature):
     """H of independent blocks."""
 
-    def __init__(self, blocks: Sequence[Block], layout: Layout) -> None:
-        self.blocks, self.layout = list(blocks), layout
+    def __init__(self, blocks: Sequence[Block], layout: Layout, budget: Budget) -> None:
+        self.blocks, self.layout, self.budget = list(blocks), layout, budget
         self.commutes = all(block.commutes for block in self.blocks)
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> BlockDiagonalGaussian:
         pairs = zip(self.blocks, precision, strict=True)
-        return BlockDiagonalGaussian([b.gaussian(scale, d) for b, d in pairs], self.layout)
+        return BlockDiagonalGaussian([b.gaussian(scale, d) for b, d in pairs], self.layout, self.budget)
 
     def matrix(self) -> Tensor:
         return torch.block_diag(*[block.matrix() for block in self.blocks])
@@ -79,14 +80,14 @@ class BlockCurvature(Curvature):
         own = [gaussian.blocks for gaussian in gaussians if isinstance(gaussian, BlockDiagonalGaussian)]
         triples = zip(self.blocks, jacobian.parameters, zip(*own, strict=True), strict=True)
         for parts in zip(*[block.sweep(part, of) for block, part, of in triples], strict=True):
-            yield _total(parts)
+            yield total(parts)
 
 
 class BlockDiagonalGaussian(Gaussian):
     """Independent Gaussians, one per tensor."""
 
-    def __init__(self, blocks: Sequence[BlockGaussian], layout: Layout) -> None:
-        self.blocks, self.layout = list(blocks), layout
+    def __init__(self, blocks: Sequence[BlockGaussian], layout: Layout, budget: Budget) -> None:
+        self.blocks, self.layout, self.budget = list(blocks), layout, budget
 
     def logdet(self) -> Tensor:
         return torch.stack([b.logdet() for b in self.blocks]).sum()
@@ -126,7 +127,7 @@ class BlockDiagonalGaussian(Gaussian):
     def traces(self, groups: str) -> Traces:
         dense = groups == "diag" and not all(b.independent for b in self.blocks)
         if dense:
-            self._require_pairs()
+            require_pairs(self.budget, self.marginal_variances())
         pairs = [b.traces(each=groups == "diag") for b in self.blocks]
         t = torch.cat([t.reshape(-1) for t, _ in pairs])
         if dense:
@@ -134,25 +135,12 @@ class BlockDiagonalGaussian(Gaussian):
         m = torch.cat([m.reshape(-1) for _, m in pairs])
         return (t.sum(0, keepdim=True), m.sum(0, keepdim=True)) if groups == "scalar" else (t, m)
 
-    def _require_pairs(self) -> None:
-        """Newton's method with a precision per weight solves for all of them together."""
-        p, device = self.layout.n_params, self.blocks[0].logdet().device
-        what = f"tuning a prior precision for each of {p:,} weights that depend on each other"
-        Budget().require(4 * 8 * p**2, device, what, "Take prior_structure='layerwise', or hessian_structure='diag'.")
-
     def _with(self, vector: Tensor) -> list[tuple[BlockGaussian, Tensor]]:
         return list(zip(self.blocks, self.layout.split(vector), strict=True))
 
     def _sum(self, jacobian: Jacobian, what: str, *args: Tensor) -> Tensor:
         pairs = zip(self.blocks, jacobian.parameters, strict=True)
-        return _total([block.outputs(part, what, *args) for block, part in pairs])
-
-
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    first, *rest = parts
-    for other in rest:
-        first = first + other
-    return first
+        return total(block.outputs(part, what, *args) for block, part in pairs)
 
 
 class Eigh:

@@ -6,6 +6,7 @@ factorisation of s H + D.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace.algebra import EIGH, SYMMETRIC, check_positive
-from laplace.backprop.gradients import Jacobian, Moments
+from laplace.backprop.gradients import Covariance, Jacobian, Moments
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
 from laplace.weights.layout import Layout
 
@@ -74,17 +75,21 @@ class FullCurvature(Curvature):
 
 
 class _Dense(Gaussian):
-    """What both forms share: everything that goes through the dense covariance, computed once."""
+    """What both forms share: everything that goes through a root of the covariance, computed once."""
 
     layout: Layout
 
+    @abstractmethod
+    def root(self) -> Tensor:  # (P, P)
+        """R with R R^T the covariance."""
+
     @cached_property
-    def sigma(self) -> Tensor:  # (P, P)
+    def sigma(self) -> Covariance:
         """The covariance."""
-        return self.covariance_matrix()
+        return Covariance(self.root())
 
     def marginal_variances(self) -> Tensor:
-        return self.sigma.diagonal()
+        return self.sigma.root.square().sum(1)
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         return jacobian.variance(self.sigma)
@@ -99,10 +104,11 @@ class _Dense(Gaussian):
         return jacobian.joint(self.sigma)
 
     def dense_variance(self, jacobians: Tensor) -> Tensor:
-        return jacobians @ self.sigma @ jacobians.mT
+        rows = jacobians @ self.sigma.root
+        return rows @ rows.mT
 
     def traces(self, groups: str) -> Traces:
-        return self._grouped(self.sigma.double(), groups)
+        return self._grouped(self.sigma.matrix, groups)
 
     def _grouped(self, sigma: Tensor, groups: str) -> Traces:
         t, m = sigma.diagonal(), sigma.square()
@@ -132,8 +138,11 @@ class SpectralGaussian(_Dense):
     def precision_matrix(self) -> Tensor:
         return (self.vectors * self.eigenvalues) @ self.vectors.T
 
+    def root(self) -> Tensor:
+        return self.vectors * self.eigenvalues.rsqrt()
+
     def covariance_matrix(self) -> Tensor:
-        return (self.vectors / self.eigenvalues) @ self.vectors.T
+        return self.sigma.matrix.to(self.vectors)
 
     def traces(self, groups: str) -> Traces:
         if groups != "scalar":
@@ -147,24 +156,28 @@ class CholeskyGaussian(_Dense):
 
     def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         self.precision, self.layout, self.dtype = precision, layout, dtype
-        self.root, failed = torch.linalg.cholesky_ex(precision)
+        self.factor, failed = torch.linalg.cholesky_ex(precision)
         if failed:
             check_positive(torch.linalg.eigvalsh(precision.detach()))
 
     def logdet(self) -> Tensor:
-        return 2 * self.root.diagonal().double().log().sum()
+        return 2 * self.factor.diagonal().log().sum()
 
     def color(self, eps: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.root.T, eps.T.to(self.root), upper=True).T.to(self.dtype)
+        return torch.linalg.solve_triangular(self.factor.T, eps.T.to(self.factor), upper=True).T.to(self.dtype)
 
     def quadratic(self, vector: Tensor) -> Tensor:
-        return (vector.to(self.root) @ self.root).square().sum(-1).to(self.dtype)
+        return (vector.to(self.factor) @ self.factor).square().sum(-1).to(self.dtype)
 
     def precision_matrix(self) -> Tensor:
         return self.precision.to(self.dtype)
 
+    def root(self) -> Tensor:
+        eye = torch.eye(len(self.factor), dtype=self.factor.dtype, device=self.factor.device)
+        return torch.linalg.solve_triangular(self.factor.T, eye, upper=True).to(self.dtype)
+
     def covariance_matrix(self) -> Tensor:
-        return torch.cholesky_inverse(self.root).to(self.dtype)
+        return torch.cholesky_inverse(self.factor).to(self.dtype)
 
     def traces(self, groups: str) -> Traces:
-        return self._grouped(torch.cholesky_inverse(self.root), groups)
+        return self._grouped(torch.cholesky_inverse(self.factor), groups)

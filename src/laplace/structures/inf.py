@@ -8,7 +8,6 @@ Woodbury with Kronecker columns, and never a dense block; a prior costs p k^2.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
 from laplace.budget import Budget
-from laplace.errors import OptionError, shown
+from laplace.errors import OptionError, shown, whole_number
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import Eigh
 from laplace.structures.ekfac import Ekfac, Rotated
 from laplace.structures.kron import KronBlock
-from laplace.structures.lowrank_algebra import DiagonalPlusLowRank
+from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of
 from laplace.weights.layout import Layout
 
 DEFAULT_RANK = 100
@@ -55,7 +54,7 @@ class Inf(Ekfac):
             )
 
     def rotated(self, bases: dict[str, KronBlock]) -> Largest:
-        return Largest(bases, DEFAULT_RANK if self.rank is None else self.rank)
+        return Largest(bases, DEFAULT_RANK if self.rank is None else self.rank, self.budget)
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         each, once = super().block_work(moments, vectors)
@@ -77,9 +76,9 @@ class Inf(Ekfac):
 class Largest(Rotated):
     """The second run: E, of which the largest stay, and the exact diagonal."""
 
-    def __init__(self, bases: dict[str, KronBlock], rank: int | float) -> None:
+    def __init__(self, bases: dict[str, KronBlock], rank: int | float, budget: Budget) -> None:
         super().__init__(bases)
-        self.rank = rank
+        self.rank, self.budget = rank, budget
 
     def block_sums(self, moments: MomentsOf, block: KronBlock) -> Contribution:
         return {**super().block_sums(moments, block), "F": moments.squares()}
@@ -89,7 +88,7 @@ class Largest(Rotated):
         values, index = e.sort(descending=True, stable=True)
         k = min(self._enough(values), int((values > 0).sum()))
         groups, o, i = found["E"].shape
-        Budget().require(
+        self.budget.require(
             _rank_bytes(k, groups * (o + i)), e.device, f"rank={self.rank} keeps {k:,} of {len(e):,} eigenpairs of "
             f"{name!r}, and", "Give a smaller rank=."
         )  # fmt: skip
@@ -120,67 +119,39 @@ class InfBlock(Block):
         self.columns = KroneckerColumns(left.to(dtype), right.to(dtype), shrink.to(dtype))
 
     def gaussian(self, scale: Tensor, precision: Tensor) -> InfGaussian:
-        algebra = DiagonalPlusLowRank(scale * self.rest + precision, self.columns, scale * self.values)
-        return InfGaussian(algebra, self.columns)
+        return InfGaussian(scale * self.rest + precision, self.columns, scale * self.values)
 
     def matrix(self) -> Tensor:
         return DiagonalPlusLowRank(self.rest, self.columns, self.values).precision_matrix()
 
 
-class InfGaussian(BlockGaussian):
+class InfGaussian(DiagonalPlusLowRank, BlockGaussian):
     """Precision diag(s D + delta) + s R F_k R."""
 
-    def __init__(self, algebra: DiagonalPlusLowRank, columns: KroneckerColumns) -> None:
-        self.algebra, self.columns = algebra, columns
-
-    def logdet(self) -> Tensor:
-        return self.algebra.logdet()
-
-    def color(self, eps: Tensor) -> Tensor:
-        return self.algebra.color(eps)
-
-    def marginal_variances(self) -> Tensor:
-        return self.algebra.marginal_variances()
-
-    def quadratic(self, vector: Tensor) -> Tensor:
-        return self.algebra.quadratic(vector)
-
-    def precision_matrix(self) -> Tensor:
-        return self.algebra.precision_matrix()
-
-    def covariance_times(self, vectors: Tensor) -> Tensor:
-        return self.algebra.covariance_times(vectors)
+    u: KroneckerColumns
 
     def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        diagonal = self.algebra.d.reciprocal().to(self.algebra.dtype).reshape(self.columns.factors)
-        whole = getattr(jacobian, what)(Spread(diagonal), *args)
-        if not len(self.algebra.w):
-            return whole
-        n, c = whole.shape[:2]
+        jacobian, args = jacobian.double(), tuple(a.double() for a in args)
+        whole = getattr(jacobian, what)(Spread(self.d.reciprocal().reshape(self.u.factors)), *args)
+        if not len(self.w):
+            return whole.to(self.dtype)
         if what == "joint":
-            y = self._along(jacobian, slice(0, n)).flatten(1)
-            return whole - (y.T @ y).reshape(whole.shape).to(whole)
-        step = max(1, _CHUNK // (c * len(self.algebra.w)))
+            return left_of(whole, self._explained(jacobian, slice(None)), what).to(self.dtype)
+        n, c = whole.shape[:2]
+        step = max(1, _CHUNK // (c * len(self.w)))
         parts = [slice(start, min(start + step, n)) for start in range(0, n, step)]
-        taken = torch.cat([_TAKEN[what](self._along(jacobian, s), *(a[s] for a in args)) for s in parts]).to(whole)
-        return (whole - taken).clamp(min=0) if what == "variance" else whole - taken
+        left = [left_of(whole[s], self._explained(jacobian, s), what, *(a[s] for a in args)) for s in parts]
+        return torch.cat(left).to(self.dtype)
 
     def traces(self, each: bool) -> Traces:
         if each:
-            sigma = self.algebra.covariance_matrix().double()
+            sigma = self.covariance_matrix().double()
             return sigma.diagonal(), sigma.square()
-        t, m = self.algebra.traces([len(self.algebra.d)])
+        t, m = self.group_traces([len(self.d)])
         return t.reshape(()), m.reshape(())
 
-    def _along(self, jacobian: JacobianOf, part: slice) -> Tensor:  # (k, n, C)
-        return self.algebra.explained(torch.cat([jacobian.along(steps, part) for _, steps in self.algebra.steps()]))
-
-
-_TAKEN = {  # what y = Y^T J^T takes off the diagonal's part, y: (k, n, C) in float64
-    "variance": lambda y: y.square().sum(0),
-    "covariance": lambda y: torch.einsum("knc,knd->ncd", y, y),
-    "product": lambda y, v: torch.einsum("knc,kn->nc", y, torch.einsum("knd,nd->kn", y, v.to(y))),
-}
+    def _explained(self, jacobian: JacobianOf, part: slice) -> Tensor:  # (k, n, C)
+        return self.explained(torch.cat([jacobian.along(u / self.d, part) for u in self.u.columns()]))
 
 
 @dataclass(frozen=True)
@@ -211,13 +182,14 @@ class KroneckerColumns:
                 rows = (left.unsqueeze(1) * self.right[group]).flatten(0, 1)
                 yield part, rows * self.shrink[part].unsqueeze(1)
 
-    def columns(self) -> Iterator[tuple[slice, Tensor]]:
+    def columns(self) -> Iterator[Tensor]:
+        """All columns in their order, some at a time, (c, p)."""
         p, k = self.shape
         step = max(1, _CHUNK // p)
         for start in range(0, k, step):
-            part = slice(start, min(start + step, k))
+            part = slice(start, start + step)
             columns = torch.einsum("goc,gic->cgoi", self.left[..., part], self.right[..., part])
-            yield part, columns.flatten(1) * self.shrink
+            yield columns.flatten(1) * self.shrink
 
 
 def _rank_bytes(k: int, sides: int) -> int:
@@ -226,16 +198,12 @@ def _rank_bytes(k: int, sides: int) -> int:
 
 
 def _checked(rank: object) -> int | float:
-    if not isinstance(rank, bool):
-        try:
-            number = operator.index(rank)  # type: ignore[arg-type]
-        except TypeError:
-            number = 0
-        if number >= 1:
-            return number
-        if isinstance(rank, float) and 0 < rank <= 1:
-            return rank
-    raise OptionError(
-        f"rank={shown(rank)} must be a whole number of at least 1 (eigenpairs per tensor), or a float above 0 and up "
-        "to 1.0 (the share of the trace to keep)."
-    )
+    if isinstance(rank, float) and 0 < rank <= 1:
+        return rank
+    try:
+        return whole_number(rank, "rank")
+    except OptionError:
+        raise OptionError(
+            f"rank={shown(rank)} must be a whole number of at least 1 (eigenpairs per tensor), or a float above 0 and "
+            "up to 1.0 (the share of the trace to keep)."
+        ) from None

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.algebra import EIGH
 from laplace.backprop.gradients import Moments
 from laplace.errors import OptionError, whole_number
 from laplace.structures.base import Contribution, Pass, Structure, Sums
 from laplace.structures.krylov import Krylov, Ritz, start, vectors
-from laplace.structures.low_rank_gaussian import LowRankCurvature
+from laplace.structures.lowrank_gaussian import LowRankCurvature
 from laplace.weights.layout import Layout
 
 RANK = 20  # where neither rank nor tol is given
@@ -67,7 +68,13 @@ class LowRank(Structure):
         size = layout.n_params
         used = sum(m.positions * m.weights for m in moments.parameters)
         block = self._block(size)
+        if block == size:  # all of H by one block of products
+            return 2.0 * size * used, EIGH * size**3
         return _USUAL * 2.0 * block * used, 2.0 * _USUAL * size * (_BLOCKS * block) ** 2
+
+    def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
+        usual = 1 if self._block(layout.n_params) == layout.n_params else _USUAL
+        return usual, usual
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         return None if "vectors" in sums else _Multiplied(sums, self)
@@ -89,12 +96,23 @@ class LowRank(Structure):
             width = max(len(product), len(krylov.block))
             if len(krylov.basis) >= max(_BLOCKS * width, 2 * wanted):
                 krylov = krylov.restarted(ritz, max(width, wanted + width // 3))
+            self._require_room(krylov, wanted)
             return others | {"basis": krylov.basis, "projected": krylov.projected, "block": krylov.block}
         found = {"vectors": vectors(krylov, ritz, wanted), "values": ritz.values[:wanted]}
         found |= {"residuals": ritz.residuals[:wanted], "cut": ritz.values[wanted : wanted + 1].clamp(min=0).sum()}
         if len(krylov.basis) == krylov.basis.shape[1]:
             found["trace"] = ritz.values.sum()
         return others | found
+
+    def _require_room(self, krylov: Krylov, wanted: int) -> None:
+        """How many pairs `tol` keeps shows as they are found."""
+        (basis, size), block = krylov.basis.shape, len(krylov.block)
+        self.budget.require(
+            _growth(basis, block, size, krylov.basis.element_size()),
+            krylov.basis.device,
+            f"hessian_structure='lowrank' with {wanted:,} eigenpairs of {size:,} weights so far",
+            "Give a larger tol=, or a rank=.",
+        )
 
     def _counted(self, ritz: Ritz, others: Sums) -> Sums:
         """Runs over the data so far, and the negative eigenvalues seen in any of them."""
@@ -122,8 +140,9 @@ class LowRank(Structure):
         return size if size <= max(DIRECT, _BLOCKS * block) else block
 
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
-        blocks = 1 if self._block(layout.n_params) == layout.n_params else _BLOCKS + 1
-        return (blocks + 4) * self._block(layout.n_params) * layout.n_params * itemsize
+        size = layout.n_params
+        block = self._block(size)
+        return _growth(0 if block == size else _BLOCKS * block, block, size, itemsize)
 
     def notes(self, sums: Sums) -> Iterator[str]:
         spectrum = Spectrum.of(sums)
@@ -140,7 +159,12 @@ class LowRank(Structure):
             )
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> LowRankCurvature:
-        return LowRankCurvature(sums["vectors"].to(dtype), sums["values"].to(dtype), layout)
+        return LowRankCurvature(sums["vectors"].to(dtype), sums["values"].to(dtype), layout, self.budget)
+
+
+def _growth(basis: int, block: int, size: int, itemsize: int) -> int:
+    """Bytes while so many vectors grow by a block: old and new basis, the product and its parts, the projection."""
+    return (2 * basis + 7 * block) * size * itemsize + 5 * 8 * (basis + block) ** 2
 
 
 class _Multiplied(Pass):

@@ -33,10 +33,6 @@ class Columns(Protocol):
         """All rows in their order, some at a time: which, and (m, k)."""
         ...
 
-    def columns(self) -> Iterator[tuple[slice, Tensor]]:
-        """All columns in their order, some at a time: which, and (c, p)."""
-        ...
-
 
 class DiagonalPlusLowRank:
     """N(0, (diag(d) + U diag(w) U^T)^-1), differentiable in d and in w where w > 0."""
@@ -117,17 +113,11 @@ class DiagonalPlusLowRank:
         return (self.d.reciprocal().diag() - y @ y.T).to(self.dtype)
 
     def explained(self, along: Tensor) -> Tensor:  # (k, ...) -> (k, ...)
-        """Y^T J^T from d^-1 U's projections J d^-1 U, with k first: what the low rank takes off J diag(1/d) J^T."""
+        """Y^T J^T from J d^-1 U, with k first, in float64: `left_of` says what it takes off J diag(1/d) J^T."""
         flat = along.flatten(1).double() * self.w.sqrt().unsqueeze(1)
         return (self.inverse_root @ flat).reshape(along.shape)
 
-    def steps(self) -> Iterator[tuple[slice, Tensor]]:
-        """Columns of d^-1 U, some at a time, (c, p): along which a Jacobian is asked."""
-        scale = self.d.reciprocal().to(self.dtype)
-        for part, columns in self.u.columns():
-            yield part, columns * scale
-
-    def traces(self, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:  # (G,), (G, G)
+    def group_traces(self, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:  # (G,), (G, G)
         """tr(Sigma_gg) and ||Sigma_gh||_F^2 of consecutive groups g, h of weights of these sizes.
 
         ||Sigma_gh||^2 = [g = h] (sum d^-2 - 2 sum d^-1 |Y_j|^2) + <Y_g^T Y_g, Y_h^T Y_h>, over the rows j of g.
@@ -157,6 +147,20 @@ class DiagonalPlusLowRank:
         rsqrt = self.d.rsqrt()
         for part, rows in self._white_rows():
             yield part, rows @ self.inverse_root.T * rsqrt[part].unsqueeze(1)
+
+
+def left_of(prior: Tensor, y: Tensor, what: str, *args: Tensor) -> Tensor:
+    """J diag(1/d) J^T without what y = Y^T J^T, (k, N, C), explains of it; in float64: they nearly cancel."""
+    left = prior - _TAKEN[what](y, *args)
+    return left.clamp(min=0) if what == "variance" else left
+
+
+_TAKEN = {
+    "variance": lambda y: y.square().sum(0),
+    "covariance": lambda y: torch.einsum("knc,knd->ncd", y, y),
+    "product": lambda y, v: torch.einsum("knc,kn->nc", y, torch.einsum("knd,nd->kn", y, v.to(y))),
+    "joint": lambda y: torch.einsum("knc,kmd->ncmd", y, y),
+}
 
 
 def symmetric_root(a: Tensor) -> Tensor:  # (k, k) -> (k, k)

@@ -27,7 +27,7 @@ class Space:
             allowed = ", ".join(map(repr, fit.structure.prior_structures))
             raise UnsupportedError(
                 f"{fit.structure.name} has no form for prior_structure={self.groups!r}. It has: {allowed}; "
-                "a precision per weight needs hessian_structure='full' or 'diag'."
+                "a precision per weight needs hessian_structure='full', 'lowrank', 'block', 'inf' or 'diag'."
             )
         if self.noise and not fit.likelihood.has_noise:
             raise OptionError(f"tuning sigma_noise is for regression; {fit.likelihood.name} has no noise to tune.")

@@ -62,9 +62,13 @@ def matches(model: nn.Module, pattern: str) -> set[str]:
 
 
 def nearest(model: nn.Module, pattern: str) -> str:
-    """In words, the names that are most like a pattern."""
+    """In words, the names of modules and parameters that are most like a pattern."""
     modules = [plain_name(name) for name, _ in unwrap(model).named_modules() if name]
-    names = [*modules, *(name for name, _ in parameters_of(model))]
+    return nearest_of([*modules, *(name for name, _ in parameters_of(model))], pattern)
+
+
+def nearest_of(names: Sequence[str], pattern: str) -> str:
+    """In words, those of some names that are most like a pattern."""
     close = get_close_matches(pattern, names, n=3, cutoff=0.5)
     return f"Nearest: {listed(close)}." if close else f"There is: {listed(names)}."
 

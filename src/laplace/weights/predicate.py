@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 from torch import nn
@@ -19,6 +20,11 @@ class Where(Choice):
 
     def __init__(self, predicate: Callable[[str, nn.Parameter], object]) -> None:
         self.predicate = predicate
+        if not _takes_two(predicate):
+            raise OptionError(
+                f"the predicate of subset_of_weights, {shown(predicate)}, cannot be called with two arguments; it gets "
+                "a parameter's name and the parameter: write lambda name, p: name.startswith('encoder')."
+            )
 
     def select(self, model: nn.Module) -> Selection:
         chosen = [(name, p) for name, p in parameters_of(model) if self._takes(name, p)]
@@ -39,3 +45,13 @@ class Where(Choice):
                 "must give True or False: write bool(...) around what it returns."
             )
         return answer
+
+
+def _takes_two(predicate: Callable[[str, nn.Parameter], object]) -> bool:
+    try:
+        inspect.signature(predicate).bind("", None)
+    except TypeError:
+        return False
+    except ValueError:  # of some built-in functions nobody knows
+        return True
+    return True

@@ -9,6 +9,8 @@ from laplace.errors import OptionError, shown, warn
 from laplace.weights.layout import Layout
 from laplace.weights.selection import Choice, Selection, trainable_of
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Subnetwork(Choice):
     """The weights at some indices; a tensor all of whose weights are among them is a whole one."""
@@ -40,13 +42,18 @@ class Subnetwork(Choice):
 
 def _checked(indices: object) -> Tensor:
     write = "Write subnetwork_indices=torch.tensor([0, 5, 7]), or take them from a selector of laplace.utils."
+    if isinstance(indices, (list, tuple, range)) and all(type(index) is int for index in indices):
+        indices = torch.tensor(indices, dtype=torch.long)
     if not isinstance(indices, Tensor):
-        raise OptionError(f"subnetwork_indices={shown(indices)} is a {type(indices).__name__}, not a tensor. {write}")
-    if indices.dtype is not torch.long or indices.dim() != 1:
+        raise OptionError(
+            f"subnetwork_indices={shown(indices)} is a {type(indices).__name__}; a vector or a list of whole numbers "
+            f"is needed. {write}"
+        )
+    if indices.dtype not in _WHOLE or indices.dim() != 1:
         mask = " Of a mask: mask.flatten().nonzero().flatten()." if indices.dtype is torch.bool else ""
         raise OptionError(
-            f"subnetwork_indices has dtype {indices.dtype} and shape {tuple(indices.shape)}; a vector of dtype "
-            f"torch.int64 is needed.{mask or ' ' + write}"
+            f"subnetwork_indices has dtype {indices.dtype} and shape {tuple(indices.shape)}; a vector of whole numbers "
+            f"is needed.{mask or ' ' + write}"
         )
     if not len(indices):
         raise OptionError(f"subnetwork_indices is empty: no weight would be uncertain. {write}")
@@ -58,7 +65,7 @@ def _checked(indices: object) -> Tensor:
             f"subnetwork_indices holds {repeated} of its {len(indices)} values more than once; each weight counts "
             "once: write indices.unique()."
         )
-    return indices.detach().cpu().clone()
+    return indices.detach().cpu().to(torch.long, copy=True)
 
 
 def _ascending(indices: Tensor) -> Tensor:

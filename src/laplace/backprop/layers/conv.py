@@ -50,6 +50,10 @@ class Patches:
         self.conv, self.x = conv, x
         self.shape = (x.shape[0], conv.groups, conv.weight[0].numel(), positions)
 
+    @property
+    def nbytes(self) -> int:
+        return self.x.nbytes
+
     def read(self, part: slice) -> Tensor:  # (n, Gr, I, T)
         x = self.x[part]
         if x.shape[1] == 1:

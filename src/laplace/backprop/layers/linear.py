@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from laplace.backprop.activations import Ones, Stored
 from laplace.backprop.layers.base import Call, Rule
-from laplace.backprop.uses import Ones, Outer, Stored, Use
+from laplace.backprop.uses import Outer, Use
 
 
 class Linear(Rule):

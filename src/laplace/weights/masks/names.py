@@ -13,7 +13,7 @@ from laplace.errors import InputError, OptionError
 from laplace.replica import plain_name, unwrap
 from laplace.weights.last_layer import find_last_layer
 from laplace.weights.masks.base import SubnetMask
-from laplace.weights.named import nearest, trainable_named
+from laplace.weights.named import nearest_of, trainable_named
 
 
 class _NamesMask(SubnetMask):
@@ -27,7 +27,8 @@ class _NamesMask(SubnetMask):
             raise OptionError(f"{self.kind} names={names!r} came; a list with at least one name is needed.")
         unknown = [name for name in names if name not in self.there]
         if unknown:
-            raise OptionError(f"{unknown[0]!r} is no {self.kind} of the network. {nearest(model, unknown[0])}")
+            near = nearest_of(sorted(self.there), str(unknown[0]))
+            raise OptionError(f"{unknown[0]!r} is no {self.kind} of the network. {near}")
         self.names = list(names)
 
     @property

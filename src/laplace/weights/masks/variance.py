@@ -29,6 +29,12 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreMask):
                 f"diag_laplace_model is a {type(diag_laplace_model).__name__}; write Laplace(model, likelihood, 'all', "
                 "'diag')."
             )
+        kind = diag_laplace_model.structure.name
+        if kind != "diag":
+            raise OptionError(
+                f"diag_laplace_model has hessian_structure={kind!r}, and independent weights are asked for. Write "
+                "Laplace(model, likelihood, 'all', 'diag')."
+            )
         self.diag_laplace_model = diag_laplace_model
 
     def scores(self, train_loader: Iterable[Any] | None) -> Tensor:

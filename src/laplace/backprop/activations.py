@@ -1,0 +1,108 @@
+"""The inputs of layers, read for some examples at a time: a convolution's patches are many times its input."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from laplace.algebra import gram, total
+
+_PRODUCTS = 2**22  # numbers of the matrix products summed at a time
+
+
+class Activations(Protocol):
+    """The inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(N, Gr, I, T)."""
+        ...
+
+    def read(self, part: slice) -> Tensor:
+        """a of some examples, (n, Gr, I, T)."""
+        ...
+
+    def features(self, part: slice, index: Tensor) -> Tensor:
+        """Some of the Gr * I features of some examples, (n, F, T)."""
+        ...
+
+    def gram(self) -> Tensor:
+        """sum over examples and positions of a a^T, (Gr, I, I)."""
+        ...
+
+    def mean(self) -> Tensor:
+        """Mean over positions, (N, Gr, I, 1)."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """What they take while they are kept."""
+        ...
+
+
+class Stored:
+    """Activations that are there already."""
+
+    def __init__(self, a: Tensor) -> None:  # (N, Gr, I, T)
+        self.a = a
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        n, groups, i, t = self.a.shape
+        return n, groups, i, t
+
+    def read(self, part: slice) -> Tensor:
+        return self.a[part]
+
+    def features(self, part: slice, index: Tensor) -> Tensor:
+        return self.a[part].flatten(1, 2)[:, index]
+
+    def gram(self) -> Tensor:
+        return grams(self.a)
+
+    def mean(self) -> Tensor:
+        return self.a.mean(3, keepdim=True)
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes
+
+
+class Ones:
+    """The constant input of a bias."""
+
+    nbytes = 0
+
+    def __init__(self, g: Tensor) -> None:  # (K, N, 1, O, 1)
+        self.like, self.shape = g, (g.shape[1], 1, 1, 1)
+
+    def read(self, part: slice) -> Tensor:
+        return self.like.new_ones(len(range(self.shape[0])[part]), 1, 1, 1)
+
+    def features(self, part: slice, index: Tensor) -> Tensor:
+        return self.read(part)[:, 0].expand(-1, len(index), -1)
+
+    def gram(self) -> Tensor:
+        return self.like.new_full((1, 1, 1), float(self.shape[0]))
+
+    def mean(self) -> Tensor:
+        return self.read(slice(None))
+
+
+def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
+    """sum over m and t of x x^T, per group; nothing is copied but what has a single position."""
+    m, groups, d, t = x.shape
+    if t == 1 and groups == 1:
+        return gram(x.reshape(m, d)).unsqueeze(0)
+    if groups > 1 and t < 8:
+        rows = x.permute(1, 0, 3, 2).reshape(groups, m * t, d)
+        return rows.mT @ rows
+    if t < 8:
+        return gram(x.squeeze(1).mT.reshape(m * t, d)).unsqueeze(0)
+    step = _PRODUCTS // (groups * d * d)
+    if step < 8 and groups == 1:  # a product per example would be larger than what is multiplied
+        return total(
+            gram(part.squeeze(1).mT.reshape(-1, d)) for part in x.split(max(1, _PRODUCTS // (d * t)))
+        ).unsqueeze(0)
+    return total((part @ part.mT).sum(0) for part in x.split(max(1, step)))

@@ -1,0 +1,125 @@
+"""The Gaussian of all weights with precision s U diag(l) U^T + D, by the algebra of a diagonal plus a low rank.
+
+Its covariance is that of the prior alone minus what the data took away, D^-1 - Y Y^T, and so are those of outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Jacobian, Spread
+from laplace.budget import Budget
+from laplace.structures.base import Curvature, Gaussian, Traces, require_pairs
+from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of
+from laplace.weights.layout import Layout
+
+_PIECE = 2**22  # numbers of U that are in float64 at a time
+
+
+class LowRankCurvature(Curvature):
+    """H = U diag(l) U^T."""
+
+    def __init__(self, vectors: Tensor, values: Tensor, layout: Layout, budget: Budget) -> None:
+        self.vectors, self.values = vectors, values  # U^T: (R, P), l: (R,), above zero
+        self.layout, self.budget = layout, budget
+
+    @cached_property
+    def grams(self) -> Tensor:  # (B, R, R), float64
+        """U_b^T U_b of each tensor's rows: from these M follows for every prior with one precision per tensor."""
+        return torch.stack([part.double() @ part.double().T for part in self.layout.split(self.vectors)])
+
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> LowRankGaussian:
+        return LowRankGaussian(self, scale, precision)
+
+    def matrix(self) -> Tensor:
+        return (self.vectors.T * self.values) @ self.vectors
+
+    def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
+        seen = None
+        for gaussian in gaussians:
+            if not isinstance(gaussian, LowRankGaussian) or gaussian.shared is None:
+                yield gaussian.variance(jacobian)
+                continue
+            if seen is None:  # the same for every precision that all weights share
+                seen = self.seen(jacobian, torch.ones_like(gaussian.d), "variance")
+            prior, along = (part / gaussian.shared for part in seen)
+            yield left_of(prior, gaussian.explained(along), "variance").to(gaussian.dtype)
+
+    def seen(self, jacobian: Jacobian, variances: Tensor, what: str, *args: Tensor) -> tuple[Tensor, Tensor]:
+        """J diag(variances) J^T, of which `what`, and J diag(variances) U, (R, N, C): in float64, tensor by tensor."""
+        prior = along = None
+        layout = self.layout
+        tensors = zip(layout.shapes, layout.split(variances), layout.split(self.vectors), strict=True)
+        for part, (shape, variance, columns) in zip(jacobian.parameters, tensors, strict=True):
+            j, spread = part.double(), Spread(variance.reshape(1, shape[0] if shape else 1, -1))
+            terms = getattr(j, what)(spread, *args), j.along(columns * variance)
+            prior, along = terms if prior is None or along is None else (prior + terms[0], along + terms[1])
+        assert prior is not None
+        assert along is not None
+        return prior, along
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, R)."""
+        return self.vectors.shape[1], self.vectors.shape[0]
+
+    def rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """U, some rows at a time."""
+        size, rank = self.shape
+        step = max(1, _PIECE // max(1, rank))
+        for start in range(0, size, step):
+            part = slice(start, min(start + step, size))
+            yield part, self.vectors[:, part].T
+
+
+class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
+    """N(0, (s U diag(l) U^T + D)^-1)."""
+
+    u: LowRankCurvature
+
+    def __init__(self, curvature: LowRankCurvature, scale: Tensor, precision: Sequence[Tensor]) -> None:
+        self.layout = curvature.layout
+        sizes = zip(precision, self.layout.sizes, strict=True)
+        diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in sizes])
+        super().__init__(diagonal, curvature, scale * curvature.values)
+        self.by_tensor = precision if all(d.numel() == 1 for d in precision) else None
+        same = all(d is precision[0] and d.numel() == 1 for d in precision)
+        self.shared = precision[0].reshape(()) if same else None  # the one precision of all weights
+
+    @cached_property
+    def inner(self) -> Tensor:
+        if self.by_tensor is None:
+            return super().inner
+        inverse = torch.stack([p.reshape(()) for p in self.by_tensor]).double().reciprocal()
+        m = torch.einsum("b,bqr->qr", inverse, self.u.grams) * self.w.sqrt() * self.w.sqrt().unsqueeze(1)
+        return torch.eye(len(m), dtype=m.dtype, device=m.device) + m
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        return self._outputs(jacobian, "variance")
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        return self._outputs(jacobian, "covariance")
+
+    def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
+        return self._outputs(jacobian, "product", v.double())
+
+    def joint(self, jacobian: Jacobian) -> Tensor:
+        return self._outputs(jacobian, "joint")
+
+    def dense_variance(self, jacobians: Tensor) -> Tensor:
+        return self.covariance_times(jacobians) @ jacobians.mT
+
+    def traces(self, groups: str) -> Traces:
+        if groups == "diag":
+            require_pairs(self.u.budget, self.d)
+            sigma = self.covariance_matrix().double()
+            return sigma.diagonal(), sigma.square()
+        return self.group_traces([self.layout.n_params] if groups == "scalar" else self.layout.sizes)
+
+    def _outputs(self, jacobian: Jacobian, what: str, *args: Tensor) -> Tensor:
+        prior, along = self.u.seen(jacobian, self.d.reciprocal(), what, *args)
+        return left_of(prior, self.explained(along), what, *args).to(self.dtype)
