@@ -6,9 +6,10 @@ any of them combine. This file only puts them together; laplace-torch's names ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
+from laplace.checkpoints import posteriors as checkpoints
 from laplace.coverage import Coverage, coverage_of, not_kron
 from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
@@ -49,6 +51,9 @@ from laplace.structures import Kron
 from laplace.summary import summary
 from laplace.tuning import Tunable
 from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Laplace(Predictable, Tunable, Readable, OverTime):
@@ -294,6 +299,32 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, on the same network with the same options."""
         checkpoint.load_state_dict(self, state)
+
+    def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
+        """Write a fitted posterior to a file of safetensors: no code, and no training data.
+
+        Of a 'gp', which is made of some points of the data, the file holds the inputs only `with_data`; without, it has
+        their numbers and a digest, and `load` needs the data.
+        """
+        checkpoints.save(self, path, with_data)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        likelihood: Likelihood | str | None = None,
+        names: Mapping[str, str] | None = None,
+        data: Iterable[Any] | None = None,
+    ) -> Self:
+        """The posterior that `save` wrote, on the same network with the same weights; all options are in the file.
+
+        likelihood  one of your own, if it was fitted with one
+        names       {old: new} where parameters or modules have other names now
+        data        for a 'gp' that was saved without its data: the batches, in the order in which it was fitted
+        """
+        return checkpoints.load(cls, path, model, likelihood, names, data)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_snapshot": None}  # addresses mean nothing in a copy
