@@ -19,6 +19,7 @@ from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
 from laplace.checkpoints import posteriors as checkpoints
+from laplace.checkpoints.progress import progress_of
 from laplace.coverage import Coverage, coverage_of, not_kron
 from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
@@ -190,11 +191,14 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         progress_bar: bool = False,
         *,
         generator: torch.Generator | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 100,
     ) -> Laplace:
         """Run the network once over the data and keep the sums of its curvature; `override=False` adds to them.
 
         Batches are pairs `(x, y)` or mappings. `generator` is what curvature 'mc' and 'sketch' draw from. Where a batch
-        is refused, the error names it and the posterior stays as it was.
+        is refused, the error names it and the posterior stays as it was. To the file `checkpoint` the sums so far are
+        written `every` so many batches; after an interruption the same call goes on from there, and removes it.
         """
         self._require_rereading(train_loader, override)
         stream = self._training(train_loader, progress_bar)
@@ -206,7 +210,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             self._notice_changes()
         before = None if override else self._fitted
         generator = generator_or_none(generator)
-        if generator is None and self.structure.passes > 1:
+        progress = None if checkpoint is None else progress_of(self, weights, generator, checkpoint, every)
+        if generator is None and (self.structure.passes > 1 or progress is not None):
             generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
         engine = self._engine(weights, self._plan if before is not None else None)
         sums = (SubsetAccumulator if self.structure.functional else Accumulator)(
@@ -218,6 +223,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             self.curvature_samples,
             generator,
             self._budget,
+            progress,
         )
         sums.n_outputs = 0 if before is None else before.n_outputs
         mean = weights.layout.join(weights.tensors(self.model))
@@ -229,6 +235,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
+        if progress is not None:
+            progress.remove()
         self._warned.discard("stale")
         if isinstance(self.structure, Kron) and (others := not_kron(self.coverage())):
             self._warn_once("coverage", others)
