@@ -81,24 +81,9 @@ class Accumulator:
     def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         """Run over all batches, and over those of `again` as often as the structure asks for."""
         self._resume()
-        if self._before:
-            try:
-                self._run_further(batches)
-            except FormChangedError:  # what the batches before had shown of the network was not kept: all anew
-                assert again is not None
-                self._forget()
-                self._run_first(again(), again)
-        else:
-            self._run_first(batches, again)
-        while (further := self.structure.further(self.totals, self.layout, self._like.dtype)) is not None:
-            assert again is not None
-            self._rewind(further)
-            self._run_further(again())
-
-    def _run_first(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         while True:
             try:
-                self._add(batches)
+                self._run_all(batches, again)
                 break
             except FormChangedError:  # a later batch showed more of the network: count anew, knowing that
                 self._restarts += 1
@@ -106,7 +91,17 @@ class Accumulator:
                     raise
                 self._forget()
                 batches = again()
-        self._finish()
+
+    def _run_all(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
+        if self._before:  # in the midst of a later run, where an interrupted fit was
+            self._run_further(batches)
+        else:
+            self._add(batches)
+            self._finish()
+        while (further := self.structure.further(self.totals, self.layout, self._like.dtype)) is not None:
+            assert again is not None
+            self._rewind(further)
+            self._run_further(again())
 
     def _run_further(self, batches: Iterable[Batch]) -> None:
         self._add(batches)

@@ -127,6 +127,8 @@ def test_the_header_says_in_words_what_the_file_is(tmp_path):
     assert told["curvature_samples"] == 2
     assert header["contents"]["network"]["2.weight"]["shape"] == [3, 7]
     assert [*tmp_path.iterdir()] == [tmp_path / "la"]  # nothing is left beside it
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "la").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 class Renamed(nn.Module):

@@ -17,7 +17,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         beside.touch(exist_ok=False)
+        mode = beside.stat().st_mode
         yield beside
+        beside.chmod(mode)  # as files are made here, whatever the writer has made of it
         _to_disk(beside)
         beside.replace(path)
     except BaseException:
