@@ -133,3 +133,10 @@ def test_mappings_and_tuples_are_joined_tensor_by_tensor():
     assert whole.inputs.size == len(whole.y) == 5
     assert [(len(one.y), one.index) for one in group.batches()] == [(2, 3), (3, 4)]
     assert group.batches()[1].inputs.x["b"][0].tolist() == [4, 4, 4]
+
+
+def test_batches_stay_in_their_order():
+    given = [Batch(i, Inputs(x), y) for i, (x, y) in enumerate(batches_of(1, 1, 4, 2, 6, 1))]
+    order = [g.indices if isinstance(g, Group) else [g.index] for g in gathered(given, lambda: 6)]
+    assert [index for part in order for index in part] == [0, 1, 2, 3, 4, 5]
+    assert [0, 1] in order

@@ -120,8 +120,8 @@ class Rows:
 class GramSum:
     """A running sum of `Rows`; few rows are collected in one buffer before the product."""
 
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
+    def __init__(self, total: Tensor | None = None) -> None:
+        self.total = total  # (D, D)
         self._buffer: Tensor | None = None
         self._filled = 0
 

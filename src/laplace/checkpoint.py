@@ -29,18 +29,29 @@ if TYPE_CHECKING:
 _OPTIONS = ("likelihood", "structure", "curvature", "subset_of_weights")
 _NEEDED = ("names", "shapes", "mean", "n_data", "n_outputs", "linear", "last_layer", "feature_reduction",
            "prior_precision", "prior_mean", "sigma_noise", "temperature")  # fmt: skip
-_SUMS, _DATA, _INDEX, _POINTS, _EARLIER = "sums/", "data/", "index/", "points/", "earlier/"
+_DATA = "data/"
+SUMS, INDEX, EARLIER = "sums/", "index/", "earlier/"  # what follows begins with a parameter's name, or is one
+INPUTS, VECTORS, NUMBERS = "points/inputs", "points/vectors", "points/numbers"
 
 
 def state_dict(la: Laplace, with_data: bool = False) -> dict[str, Any]:
     """Everything that prediction, evidence and further fitting need."""
+    points = la.posterior.fit.points
+    if points is None:
+        return state_without_inputs(la)
+    if not with_data:
+        raise UnsupportedError(
+            f"hessian_structure='gp' predicts from {len(points)} inputs of the training data, and its state holds "
+            "them. Write state_dict(with_data=True) if it may, la.save(path), whose file is loaded with the data, or "
+            "functional_approximation='nystrom', which keeps none."
+        )
+    return state_without_inputs(la) | {INPUTS: [_plain(part.inputs.x) for part in points.parts]}
+
+
+def state_without_inputs(la: Laplace) -> dict[str, Any]:
+    """The same without the inputs of the kept points, where there are any; their numbers in the data are there."""
     fit, weights = la.posterior.fit, la._weights
     assert weights is not None
-    if fit.points is not None and not with_data:
-        raise UnsupportedError(
-            f"hessian_structure='gp' predicts from {len(fit.points)} inputs of the training data, and its state holds "
-            "them. Write state_dict(with_data=True) if it may, or functional_approximation='nystrom', which keeps none."
-        )
     state: dict[str, Any] = options_of(la) | {
         "names": list(fit.layout.names),
         "shapes": [list(shape) for shape in fit.layout.tensor_shapes],
@@ -58,17 +69,17 @@ def state_dict(la: Laplace, with_data: bool = False) -> dict[str, Any]:
     if la.subnetwork_indices is not None:
         state["subnetwork_indices"] = la.subnetwork_indices
     named = zip(fit.layout.names, fit.layout.parts, strict=True)
-    state.update({_INDEX + name: part.index.clone() for name, part in named if part is not None})
-    state.update({_SUMS + key: value.clone() for key, value in fit.sums.items()})
+    state.update({INDEX + name: part.index.clone() for name, part in named if part is not None})
+    state.update({SUMS + key: value.clone() for key, value in fit.sums.items()})
     state.update({_DATA + key: value.clone() for key, value in fit.data.items()})
     if fit.points is not None:
-        state[f"{_POINTS}inputs"] = [_plain(part.inputs.x) for part in fit.points.parts]
-        state[f"{_POINTS}vectors"] = [part.y.clone() for part in fit.points.parts]
+        state[VECTORS] = [part.y.clone() for part in fit.points.parts]
+        state[NUMBERS] = fit.points.numbers.clone()
     if not fit.structure.semidefinite:
         state["semidefinite"] = False
     if isinstance(la.prior, CurvedPrior):
         state["n_earlier"] = la.prior.n_data
-        state.update({_EARLIER + key: value.clone() for key, value in la.prior.earlier.fit.sums.items()})
+        state.update({EARLIER + key: value.clone() for key, value in la.prior.earlier.fit.sums.items()})
     return state
 
 
@@ -95,7 +106,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     here, saved = la.subnetwork_indices, state.get("subnetwork_indices")
     if here is not None and (saved is None or not torch.equal(here, saved.to(here))):
         raise InputError("the state is of another subnetwork: its subnetwork_indices are not those of this object.")
-    sums, data, earlier = (_sums(state, prefix) for prefix in (_SUMS, _DATA, _EARLIER))
+    sums, data, earlier = (_sums(state, prefix) for prefix in (SUMS, _DATA, EARLIER))
     mean: Tensor = state["mean"].clone()
     dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
     if dtypes != {mean.dtype}:
@@ -127,14 +138,18 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
 
 def _layout(state: Mapping[str, Any]) -> Layout:
     names, shapes = list(state["names"]), [tuple(shape) for shape in state["shapes"]]
-    return Layout.of_parts(names, shapes, [state.get(_INDEX + name) for name in names])
+    indices = [state.get(INDEX + name) for name in names]
+    return Layout.of_parts(names, shapes, [None if index is None else index.clone() for index in indices])
 
 
 def _points(la: Laplace, state: Mapping[str, Any]) -> Points | None:
     """The kept points, where there are some."""
-    inputs, vectors = (state.get(_POINTS + key, ()) for key in ("inputs", "vectors"))
-    parts = [Batch(i, Inputs(x, keys=la._keys), y) for i, (x, y) in enumerate(zip(inputs, vectors, strict=True))]
-    return Points(parts) if parts else None
+    if INPUTS not in state:
+        return None
+    pairs = enumerate(zip(state[INPUTS], state[VECTORS], strict=True))
+    return Points(
+        [Batch(i, Inputs(_plain(x), keys=la._keys), y.clone()) for i, (x, y) in pairs], state[NUMBERS].clone()
+    )
 
 
 def _plain(x: Any) -> Any:

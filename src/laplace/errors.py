@@ -23,6 +23,10 @@ class InputError(LaplaceError, ValueError):
     """Data that does not fit: shapes, dtypes, labels out of range, NaN."""
 
 
+class CheckpointError(InputError):
+    """A file that is damaged, foreign, or of another network, other data or other options."""
+
+
 class NotFittedError(LaplaceError, RuntimeError):
     """Something was asked of a posterior that has seen no data yet."""
 

@@ -12,6 +12,7 @@ from laplace.algebra import GramSum, Rows, gram, in_sums
 from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Batch, Inputs
 from laplace.budget import Budget, in_bytes
+from laplace.checkpoints.progress import Progress
 from laplace.curvature import CURVATURES, OutputCurvature
 from laplace.errors import FormChangedError, InputError
 from laplace.gathering import Group, gathered
@@ -21,6 +22,7 @@ from laplace.structures import STRUCTURES, Pass, Structure, Sums
 from laplace.weights.layout import Layout
 
 _RESTARTS = 20  # readings of the data after which a network is given up that shows another side in every one
+_STATE = ("_before", "_n_before", "data", "n_data", "n_outputs", "_forms", "_compared", "_together")
 _HELD = 2**23  # numbers held back before their moments are taken
 
 
@@ -55,9 +57,11 @@ class Accumulator:
         samples: int,
         generator: torch.Generator | None,
         budget: Budget,
+        progress: Progress | None = None,
     ) -> None:
         self.engine, self.likelihood, self.structure, self.layout = engine, likelihood, structure, layout
         self.kind, self.samples, self.generator, self.budget = kind, samples, generator, budget
+        self.progress = progress
         self.sums: dict[str, Any] = {}  # of this run over the data
         self.totals: Sums = {}  # after all runs so far
         self.data: Sums = {}
@@ -76,35 +80,53 @@ class Accumulator:
 
     def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         """Run over all batches, and over those of `again` as often as the structure asks for."""
+        self._resume()
         while True:
             try:
-                self._add(batches)
+                self._run_all(batches, again)
                 break
             except FormChangedError:  # a later batch showed more of the network: count anew, knowing that
                 self._restarts += 1
                 if again is None or self._restarts > _RESTARTS:
                     raise
-                self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
-                self._restore_generator()
+                self._forget()
                 batches = again()
-        self._finish()
-        dtype = self._like.dtype
-        while (further := self.structure.further(self.totals, self.layout, dtype)) is not None:
+
+    def _run_all(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
+        if self._before:  # in the midst of a later run, where an interrupted fit was
+            self._run_further(batches)
+        else:
+            self._add(batches)
+            self._finish()
+        while (further := self.structure.further(self.totals, self.layout, self._like.dtype)) is not None:
             assert again is not None
             self._rewind(further)
-            self._add(again())
-            if self.n_data != self._n_before:
-                raise InputError(
-                    f"the training loader gave {self._n_before} examples at first and {self.n_data} when read again; "
-                    f"hessian_structure={self.structure.name!r} needs the same ones. Leave out samplers that vary."
-                )
-            self._finish()
+            self._run_further(again())
+
+    def _run_further(self, batches: Iterable[Batch]) -> None:
+        self._add(batches)
+        if self.n_data != self._n_before:
+            raise InputError(
+                f"the training loader gave {self._n_before} examples at first and {self.n_data} when read again; "
+                f"hessian_structure={self.structure.name!r} needs the same ones. Leave out samplers that vary."
+            )
+        self._finish()
+
+    def _forget(self) -> None:
+        """Nothing was counted yet."""
+        self.pass_, self._before, self._n_before = self.structure, {}, 0
+        self._start_run()
+
+    def _start_run(self) -> None:
+        self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
+        if self.progress is not None:
+            self.progress.restart()
+        self._restore_generator()
 
     def _rewind(self, further: Pass) -> None:
         """Count the same data once more, with the same draws, for another run's sums."""
         self.pass_, self._before, self._n_before = further, self.totals, self.n_data
-        self.sums, self.data, self.n_data = {}, {}, 0
-        self._restore_generator()
+        self._start_run()
 
     def _restore_generator(self) -> None:
         if self.generator is not None and self._state is not None:
@@ -119,16 +141,18 @@ class Accumulator:
 
     def _add(self, batches: Iterable[Batch]) -> None:
         """Run all batches, small ones together, and add what they leave."""
+        if self.progress is not None:
+            batches = self.progress.unread(batches, self.engine.forward)
         for group in gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0):
             if isinstance(group, Batch):
                 self._count(group.inputs, *self._run(group))
-                continue
-            run = self._run_as_one(group)
-            if run is not None:
+            elif (run := self._run_as_one(group)) is not None:
                 self._count(group.joined().inputs, *run)
-                continue
-            for batch in group.batches():  # one by one: either it runs, or the error names its batch
-                self._count(batch.inputs, *self._run(batch))
+            else:
+                for batch in group.batches():  # one by one: either it runs, or the error names its batch
+                    self._count(batch.inputs, *self._run(batch))
+            if self.progress is not None:
+                self.progress.counted([group] if isinstance(group, Batch) else group.batches(), self._partial)
 
     def _run_as_one(self, group: Group) -> tuple[Forward, Tensor] | None:
         """None where the network does not run on joined batches, or gives other outputs there; then none are joined."""
@@ -174,6 +198,34 @@ class Accumulator:
             self._held += moments.held
             if self._held > _HELD:
                 self._take()
+
+    def _partial(self) -> dict[str, Any]:
+        """All that a fit goes on from. This one goes on from it, too, so that both round alike."""
+        with torch.no_grad():
+            self._take()
+        grams = {key: value.flush() for key, value in self.sums.items() if isinstance(value, GramSum)}
+        others = {key: value for key, value in self.sums.items() if key not in grams}
+        self.sums = {key: GramSum(grams[key]) if key in grams else others[key] for key in self.sums}
+        generators = {} if self.generator is None else {"now": self.generator.get_state(), "at first": self._state}
+        state = {"grams": grams, "others": others, "generators": generators, "like": self._like}
+        return state | {key: getattr(self, key) for key in _STATE}
+
+    def _resume(self) -> None:
+        """Go on from where an interrupted fit was."""
+        state = None if self.progress is None else self.progress.resumed()
+        if state is None:
+            return
+        self.sums = {**state["others"], **{key: GramSum(gram) for key, gram in state["grams"].items()}}
+        self._like = state["like"]
+        for key in _STATE:
+            setattr(self, key, state[key])
+        if self.generator is not None:
+            self._state = state["generators"]["at first"].cpu()
+            self.generator.set_state(state["generators"]["now"].cpu())
+        if self._before:
+            further = self.structure.further(self._before, self.layout, self._like.dtype)
+            assert further is not None
+            self.totals, self.pass_ = self._before, further
 
     def fit(self, mean: Tensor) -> Fit:
         """What has been added, at the weights `mean`."""

@@ -51,14 +51,18 @@ class Group:
 
 
 def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batch | Group]:
-    """Batches, and groups of neighbours that have `room()` examples in all; results do not depend on it."""
+    """Batches in their order, and groups of neighbours that have `room()` examples in all; results do not depend on it.
+
+    The order is that of the draws.
+    """
     group, kind = None, None
     for batch in batches:
         space, of = room(), _kind(batch)
-        if group is not None and (of != kind or group.size + len(batch.y) > space):
+        alone = of is None or 2 * len(batch.y) > space  # no other will fit beside it
+        if group is not None and (alone or of != kind or group.size + len(batch.y) > space):
             yield group
             group = None
-        if of is None or 2 * len(batch.y) > space:  # no other will fit beside it
+        if alone:
             yield batch
         elif group is None:
             group, kind = Group(batch, space), of

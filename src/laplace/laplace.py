@@ -6,9 +6,10 @@ any of them combine. This file only puts them together; laplace-torch's names ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
+from laplace.checkpoints import posteriors as checkpoints
+from laplace.checkpoints.progress import progress_of
 from laplace.coverage import Coverage, coverage_of, not_kron
 from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
@@ -49,6 +52,9 @@ from laplace.structures import Kron
 from laplace.summary import summary
 from laplace.tuning import Tunable
 from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Laplace(Predictable, Tunable, Readable, OverTime):
@@ -185,11 +191,14 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         progress_bar: bool = False,
         *,
         generator: torch.Generator | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 100,
     ) -> Laplace:
         """Run the network once over the data and keep the sums of its curvature; `override=False` adds to them.
 
         Batches are pairs `(x, y)` or mappings. `generator` is what curvature 'mc' and 'sketch' draw from. Where a batch
-        is refused, the error names it and the posterior stays as it was.
+        is refused, the error names it and the posterior stays as it was. To the file `checkpoint` the sums so far are
+        written `every` so many batches; after an interruption the same call goes on from there, and removes it.
         """
         self._require_rereading(train_loader, override)
         stream = self._training(train_loader, progress_bar)
@@ -201,7 +210,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             self._notice_changes()
         before = None if override else self._fitted
         generator = generator_or_none(generator)
-        if generator is None and self.structure.passes > 1:
+        progress = None if checkpoint is None else progress_of(self, weights, generator, checkpoint, every)
+        if generator is None and (self.structure.passes > 1 or progress is not None):
             generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
         engine = self._engine(weights, self._plan if before is not None else None)
         sums = (SubsetAccumulator if self.structure.functional else Accumulator)(
@@ -213,6 +223,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             self.curvature_samples,
             generator,
             self._budget,
+            progress,
         )
         sums.n_outputs = 0 if before is None else before.n_outputs
         mean = weights.layout.join(weights.tensors(self.model))
@@ -224,6 +235,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._weights, self._plan = weights, getattr(engine, "plan", None)
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
+        if progress is not None:
+            progress.remove()
         self._warned.discard("stale")
         if isinstance(self.structure, Kron) and (others := not_kron(self.coverage(), self.structure.name)):
             self._warn_once("coverage", others)
@@ -294,6 +307,32 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, on the same network with the same options."""
         checkpoint.load_state_dict(self, state)
+
+    def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
+        """Write a fitted posterior to a file of safetensors: no code, and no training data.
+
+        Of a 'gp', which is made of some points of the data, the file holds the inputs only `with_data`; without, it has
+        their numbers and a digest, and `load` needs the data.
+        """
+        checkpoints.save(self, path, with_data)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        likelihood: Likelihood | str | None = None,
+        names: Mapping[str, str] | None = None,
+        data: Iterable[Any] | None = None,
+    ) -> Self:
+        """The posterior that `save` wrote, on the same network with the same weights; all options are in the file.
+
+        likelihood  one of your own, if it was fitted with one
+        names       {old: new} where parameters or modules have other names now
+        data        for a 'gp' that was saved without its data: the batches, in the order in which it was fitted
+        """
+        return checkpoints.load(cls, path, model, likelihood, names, data)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_snapshot": None}  # addresses mean nothing in a copy

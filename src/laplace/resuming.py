@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from laplace.checkpoints.files import replacing
 from laplace.errors import InputError, OptionError
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write beside `path` and move there, so that the file is always a whole one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(dict(state), file)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with replacing(path) as beside:
+        torch.save(dict(state), beside)
 
 
 def load(path: str | os.PathLike[str], settings: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:

@@ -26,8 +26,15 @@ class SubsetAccumulator(Accumulator):
         super().__init__(*args)
         assert isinstance(self.structure, Functional)
         self.functional = self.structure
+        self._draw_anew()
+
+    def _draw_anew(self) -> None:
         self.subset = Subset(self.functional.most, self.functional.seed)
         self.points: Points | None = None
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._draw_anew()
 
     def fit(self, mean: Tensor) -> Fit:
         return replace(super().fit(mean), points=self.points if self.functional.keeps_points else None)

@@ -31,6 +31,7 @@ class Points:
     """Inputs and vectors (m, K, C), together where their shapes agree."""
 
     parts: Sequence[Batch]
+    numbers: Tensor  # (M,), of the points among the examples as they were read, ascending
     _held: list[list[Use]] = field(default_factory=list, repr=False)
 
     def __len__(self) -> int:
@@ -60,7 +61,8 @@ class Points:
     def to(self, device: torch.device | str) -> Points:
         """The same on `device`."""
         device = torch.device(device)
-        return Points([Batch(part.index, part.inputs.to(device), part.y.to(device)) for part in self.parts])
+        parts = [Batch(part.index, part.inputs.to(device), part.y.to(device)) for part in self.parts]
+        return Points(parts, self.numbers)
 
 
 def beside(forward: Forward, points: Points | None, engine: Engine, limit: int) -> Any:

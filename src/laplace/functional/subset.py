@@ -26,12 +26,15 @@ class _Seen:
     """The points kept of one batch."""
 
     keys: Tensor  # (m,), the smallest are kept
+    numbers: Tensor  # (m,), in the order of reading
     inputs: Inputs
     curvature: OutputCurvature
 
     def only(self, index: Tensor) -> _Seen:
         inputs = self.inputs.map(lambda t: t[index.to(t.device)])  # copied: a loader may reuse its memory
-        return _Seen(self.keys[index], inputs, self.curvature.part(index.to(self.curvature.device)))
+        return _Seen(
+            self.keys[index], self.numbers[index], inputs, self.curvature.part(index.to(self.curvature.device))
+        )
 
 
 class Subset:
@@ -40,6 +43,7 @@ class Subset:
     def __init__(self, most: int, seed: int) -> None:
         self.most, self.generator = most, torch.Generator().manual_seed(seed)
         self.parts: list[_Seen] = []
+        self.seen = 0
 
     def see(self, inputs: Inputs, curvature: OutputCurvature, n: int) -> None:
         """Look at a batch of n examples with the curvature of their outputs."""
@@ -49,7 +53,8 @@ class Subset:
                 "apart: every tensor needs the examples first."
             )
         keys = uniforms(n, 1, 1, torch.empty(0), self.generator).flatten()
-        parts = [*self.parts, _Seen(keys, inputs, curvature)]
+        parts = [*self.parts, _Seen(keys, torch.arange(self.seen, self.seen + n), inputs, curvature)]
+        self.seen += n
         sizes = [len(part.keys) for part in parts]
         kept = torch.zeros(sum(sizes), dtype=torch.bool)
         kept[torch.cat([part.keys for part in parts]).topk(min(self.most, len(kept)), largest=False).indices] = True
@@ -72,4 +77,5 @@ class Subset:
             for i, part in enumerate(self.parts)
         ]
         groups = gathered(batches, lambda: kept)
-        return Points([group if isinstance(group, Batch) else group.joined() for group in groups])
+        joined = [group if isinstance(group, Batch) else group.joined() for group in groups]
+        return Points(joined, torch.cat([part.numbers for part in self.parts]))

@@ -60,9 +60,11 @@ class LowRank(Structure):
         return sums if trace is None else sums | {"trace": trace}
 
     def finish(self, before: Sums, found: Sums) -> Sums:
+        product = found.pop("product")
         first, self._start = self._start, None
-        assert first is not None
-        return self._after(Krylov.begun(first.to(found["product"])), found.pop("product"), found)
+        if first is None:  # a fit that was interrupted after its last batch
+            first = start(*product.shape)
+        return self._after(Krylov.begun(first.to(product)), product, found)
 
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
         size = layout.n_params

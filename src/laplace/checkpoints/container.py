@@ -1,0 +1,135 @@
+"""One file of tensors and words: safetensors, with a JSON header in its metadata and a checksum over all of it.
+
+Nothing in it is ever run. It is mapped into memory to be read; what is kept of it is copied by those who keep it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from laplace.checkpoints import digests
+from laplace.checkpoints.files import replacing
+from laplace.errors import CheckpointError
+
+FORMAT = 1
+_HEADER, _CHECKSUM = "laplace", "checksum"
+_LARGEST = 100_000_000  # bytes of a header that safetensors reads
+_LENGTH = 8  # bytes that say how long the header is
+_TENSOR, _TUPLE = "$tensor", "$tuple"  # what JSON has no word for
+
+
+def write(path: str | os.PathLike[str], kind: str, contents: Any) -> None:
+    """Write plain containers of tensors, numbers and words."""
+    from laplace import __version__
+
+    tensors: dict[str, Tensor] = {}
+    header = {"format": FORMAT, "library": __version__, "kind": kind, "contents": _packed(contents, "", tensors)}
+    words = json.dumps(header)
+    metadata = {_HEADER: words, _CHECKSUM: digests.of_tensors(tensors, words)}
+    with replacing(path) as beside:
+        try:
+            save_file(tensors, beside, metadata)
+        except SafetensorError as error:
+            raise CheckpointError(f"{str(path)!r} cannot be written: {error}") from error
+
+
+def read(path: str | os.PathLike[str], kind: str) -> Any:
+    """What was written there as that `kind`; its tensors are views of the file."""
+    path = Path(path)
+    _check_frame(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except Exception as error:  # whatever a parser says of a damaged file
+        raise CheckpointError(f"{str(path)!r} is damaged: {error}.") from error
+    if not {_HEADER, _CHECKSUM} <= metadata.keys():
+        raise CheckpointError(f"{str(path)!r} is a file of safetensors, but none that la.save or fit wrote.")
+    words = metadata[_HEADER]
+    if digests.of_tensors(tensors, words) != metadata[_CHECKSUM]:
+        raise CheckpointError(f"{str(path)!r} is damaged: its checksum is not that of its contents. Take another copy.")
+    try:
+        return _checked(json.loads(words), kind, path, tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{str(path)!r} is damaged: its header is none of ours ({error!r}).") from error
+
+
+def _checked(header: Any, kind: str, path: Path, tensors: Mapping[str, Tensor]) -> Any:
+    if header["format"] != FORMAT:
+        raise CheckpointError(
+            f"{str(path)!r} has format {header['format']!r}, written by laplace {header['library']}; this version "
+            f"reads format {FORMAT}. Install that version, or a later one."
+        )
+    if header["kind"] != kind:
+        raise CheckpointError(f"{str(path)!r} holds a {header['kind']}, and a {kind} is needed. Give another path.")
+    return _unpacked(header["contents"], tensors)
+
+
+def _check_frame(path: Path) -> None:
+    """Refuse what is no such file, or not all of one, before anything is made of it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(_LENGTH + 1)
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+    length = int.from_bytes(start[:_LENGTH], "little")
+    if len(start) > _LENGTH and start[_LENGTH:] != b"{":
+        raise CheckpointError(
+            f"{str(path)!r} is no file of safetensors. What torch.save wrote is for la.load_state_dict("
+            "torch.load(path, weights_only=True))."
+        )
+    if length > _LARGEST:
+        raise CheckpointError(
+            f"{str(path)!r} is damaged: it claims a header of {length:,} bytes; allowed are {_LARGEST:,}."
+        )
+    if len(start) <= _LENGTH or _LENGTH + length > size:
+        raise CheckpointError(
+            f"{str(path)!r} is cut off: it has {size:,} bytes, and its header alone {length:,}. Take another copy."
+        )
+
+
+def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """As JSON has it, the tensors put aside."""
+    if isinstance(value, Tensor):
+        name = name if name not in tensors else f"{name}#{len(tensors)}"
+        tensors[name] = _alone(value.detach().cpu().contiguous())
+        return {_TENSOR: name}
+    if isinstance(value, Mapping) and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: _packed(v, f"{name}/{key}" if name else key, tensors) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_packed(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise CheckpointError(
+        f"{name!r} is a {type(value).__name__}; written can be tensors, numbers, words, and lists, tuples and mappings "
+        "(by words) of them."
+    )
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """In memory that it shares with no other."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(_unpacked(v, tensors) for v in value[_TUPLE])
+    return {key: _unpacked(v, tensors) for key, v in value.items()}

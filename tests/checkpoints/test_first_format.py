@@ -1,0 +1,66 @@
+"""Files of the first format, as they were written then, stay readable.
+
+They were written by this module: `python tests/checkpoints/test_first_format.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from laplace import Laplace
+
+FILES = Path(__file__).parents[1] / "files"
+
+
+def exact(*shape: int, step: int) -> torch.Tensor:
+    """Numbers that are the same on every machine."""
+    return ((torch.arange(torch.Size(shape).numel()) * step) % 17 - 8).reshape(shape) / 8
+
+
+def network() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    for step, p in zip((3, 5, 7, 11), model.parameters(), strict=True):
+        p.data = exact(*p.shape, step=step)
+    return model
+
+
+def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(exact(10, 3, step=13), torch.arange(10) % 2)]
+
+
+def kron() -> Laplace:
+    la = Laplace(network(), "classification", temperature=0.5).fit(data())
+    la.prior_precision = torch.tensor([0.25, 4.0])
+    return la
+
+
+def tasks() -> Laplace:
+    first = Laplace(network(), "regression", "all", "diag").fit([(x, exact(10, 2, step=9)) for x, _ in data()])
+    la = Laplace(network(), "regression", "all", "diag", prior=first.as_prior(), sigma_noise=0.5)
+    return la.fit([(x[:4], exact(4, 2, step=6)) for x, _ in data()])
+
+
+def scattered() -> Laplace:
+    options = {"subset_of_weights": "subnetwork", "subnetwork_indices": torch.tensor([0, 5, 17, 18, 24])}
+    return Laplace(network(), "classification", hessian_structure="full", **options).fit(data())
+
+
+WRITTEN = {"kron": kron, "tasks": tasks, "scattered": scattered}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_of_the_first_format_is_read(name):
+    la, expected = Laplace.load(FILES / f"format-1-{name}.safetensors", network()), WRITTEN[name]()
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
+    x = exact(6, 3, step=4)
+    torch.testing.assert_close(la(x), expected(x))
+    assert la.n_data == expected.n_data
+
+
+if __name__ == "__main__":
+    for name, make in WRITTEN.items():
+        make().save(FILES / f"format-1-{name}.safetensors")

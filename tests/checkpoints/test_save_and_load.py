@@ -1,0 +1,276 @@
+"""`la.save` and `Laplace.load`: a round trip changes no bit, and what does not fit is refused with what differs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import oracle
+from laplace import Categorical, Laplace
+from laplace.checkpoint import state_without_inputs
+from laplace.errors import CheckpointError, NotFittedError, OptionError, StaleWarning, UnsupportedError
+from laplace.structures import STRUCTURES
+from networks import cut, make
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning")
+
+KINDS = {name: {"hessian_structure": name} for name in STRUCTURES}
+KINDS |= {
+    "gp": {"hessian_structure": "gp", "n_subset": 7},
+    "independent gp": {"hessian_structure": "gp", "n_subset": 6, "seed": 3, "independent_outputs": True},
+    "nystrom": {"hessian_structure": "gp", "functional_approximation": "nystrom", "rank": 4},
+    "damped kron": {"hessian_structure": "kron", "damping": True},
+    "inf with a share": {"hessian_structure": "inf", "rank": 0.9},
+    "lowrank with a tolerance": {"hessian_structure": "lowrank", "tol": 0.05},
+}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+SUBSETS = ("last_layer", "all", "globs", "predicate", "subnetwork")
+
+
+def subset_of(name, model):
+    if name == "globs":
+        return {"subset_of_weights": ["2", "*.bias"]}
+    if name == "predicate":
+        return {"subset_of_weights": lambda name, p: p.dim() == 2}
+    if name == "subnetwork":
+        return {"subset_of_weights": name, "subnetwork_indices": oracle.indices_of(model, lambda _, j: j % 3 == 0)}
+    return {"subset_of_weights": name}
+
+
+def flat(value):
+    """All tensors in a state, in their order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in flat(v)]
+    return [t for v in value for t in flat(v)] if isinstance(value, (list, tuple)) else []
+
+
+def assert_same(a, b, x):
+    """Bit by bit the same state, evidence and predictions; the way in which vectors are sent back may round."""
+    left, right = state_without_inputs(a), state_without_inputs(b)
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        if key != "subset_of_weights":  # of a predicate, the names that it chose
+            tensors = zip(flat(value), flat(right[key]), strict=True)
+            assert all(s.dtype == t.dtype and torch.equal(s, t) for s, t in tensors), key
+            assert flat(value) or value == right[key], key
+    assert torch.equal(a.log_marginal_likelihood(), b.log_marginal_likelihood())
+    old, new = (f if isinstance(f, tuple) else (f,) for f in (a(x), b(x)))
+    for s, t in zip(old, new, strict=True):
+        assert s.dtype == t.dtype
+        torch.testing.assert_close(s, t)
+
+
+def combinations():
+    """Every structure with every subset quickly, in turn with each dtype and likelihood; all of them slowly."""
+    ways = [*itertools.product(DTYPES, ("classification", "regression"))]
+    for number, (kind, subset) in enumerate(itertools.product(KINDS, SUBSETS)):
+        for i, way in enumerate(ways):
+            yield pytest.param(kind, subset, *way, marks=[pytest.mark.slow] if i != number % len(ways) else [])
+
+
+@pytest.mark.parametrize(("kind", "subset", "dtype", "task"), [*combinations()])
+def test_a_round_trip_changes_no_bit(kind, subset, dtype, task, tmp_path):
+    model, x, y = make("mlp", task)
+    model, x = model.to(dtype), x.to(dtype)
+    y = y if task == "classification" else y.to(dtype)
+    if subset == "subnetwork" and not getattr(STRUCTURES.get(KINDS[kind]["hessian_structure"]), "scattered", True):
+        pytest.skip("needs whole tensors")
+    options = subset_of(subset, model) | KINDS[kind]
+    la = Laplace(model, task, temperature=0.5, prior_precision=2.5, **options).fit(cut(x, y, 6))
+    if task == "regression":
+        la.sigma_noise = 0.3
+    la.save(tmp_path / "la.safetensors")
+    again = Laplace.load(tmp_path / "la.safetensors", model, data=cut(x, y, 4))
+    assert_same(la, again, x)
+    if la.structure.adds:
+        for one in (la, again):
+            one.fit(cut(x, y, 6), override=False)
+        torch.testing.assert_close(la.log_marginal_likelihood(), again.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("kind", ["full", "kron", "diag", "block"])
+def test_the_prior_of_earlier_tasks_is_kept(kind, tmp_path):
+    model, x, y = make("mlp", "classification")
+    first = Laplace(model, "classification", hessian_structure=kind).fit(cut(x[:9], y[:9], 4))
+    la = Laplace(model, "classification", hessian_structure=kind, prior=first.as_prior()).fit(cut(x, y, 6))
+    la.prior_precision = torch.tensor([2.0, 3.0])
+    la.save(tmp_path / "la.safetensors")
+    again = Laplace.load(tmp_path / "la.safetensors", model)
+    assert_same(la, again, x)
+    third = [one.as_prior().log_prob(one.mean + 0.1) for one in (la, again)]
+    assert torch.equal(*third)
+
+
+def test_what_is_left_after_data_was_taken_out_is_kept(tmp_path):
+    model, x, y = make("mlp", "classification")
+    whole, part = (Laplace(model, "classification", hessian_structure="full").fit([(x[:n], y[:n])]) for n in (23, 9))
+    (whole - part).save(tmp_path / "la.safetensors")
+    assert_same(whole - part, Laplace.load(tmp_path / "la.safetensors", model), x)
+
+
+def test_the_header_says_in_words_what_the_file_is(tmp_path):
+    model, x, y = make("mlp", "classification")
+    options = {"subset_of_weights": "last_layer", "hessian_structure": "kron", "curvature": "mc"}
+    Laplace(model, "classification", **options, curvature_samples=2).fit(cut(x, y, 6)).save(tmp_path / "la")
+    with safe_open(tmp_path / "la", framework="pt") as file:
+        header = json.loads(file.metadata()["laplace"])
+    assert header["format"] == 1
+    told = header["contents"]["options"]
+    assert {key: told[key] for key in options} == options
+    assert told["curvature_samples"] == 2
+    assert header["contents"]["network"]["2.weight"]["shape"] == [3, 7]
+    assert [*tmp_path.iterdir()] == [tmp_path / "la"]  # nothing is left beside it
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "la").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+class Renamed(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.body, self.head = network[0], network[2]
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("kind", ["full", "kron", "ekfac", "gp"])
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_renamed_modules_are_found(kind, subset, tmp_path):
+    model, x, y = make("mlp", "classification")
+    if kind in ("kron", "ekfac") and subset == "subnetwork":
+        pytest.skip("needs whole tensors")
+    la = Laplace(model, "classification", hessian_structure=kind, **subset_of(subset, model)).fit(cut(x, y, 6))
+    la.save(tmp_path / "la")
+    with pytest.raises(CheckpointError, match=r"'0.weight' is not in this network.*and 5 more.*names="):
+        Laplace.load(tmp_path / "la", Renamed(model))
+    data = cut(x, y, 6)
+    again = Laplace.load(
+        tmp_path / "la", Renamed(model), data=data, names={"0": "body", "2": "head", "2.bias": "head.bias"}
+    )
+    torch.testing.assert_close(again(x), la(x))
+    assert torch.equal(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    if kind == "kron":
+        torch.testing.assert_close(again.fit(data).log_marginal_likelihood(), la.log_marginal_likelihood())
+    wrapper = nn.Module()
+    wrapper.net, wrapper.forward = model, lambda x: model(x)
+    assert torch.equal(
+        Laplace.load(tmp_path / "la", wrapper, data=data, names={"": "net"}).log_marginal_likelihood(),
+        la.log_marginal_likelihood(),
+    )
+    with pytest.raises(OptionError, match="names= has 'nothing', and the file no such parameter"):
+        Laplace.load(tmp_path / "la", Renamed(model), names={"nothing": "body"})
+    with pytest.raises(OptionError, match="the same name"):
+        Laplace.load(tmp_path / "la", Renamed(model), names={"0": "2"})
+
+
+def test_another_network_is_refused_with_what_differs(tmp_path):
+    model, x, y = make("residual", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 6))
+    la.save(tmp_path / "la")
+    other = make("residual", "classification")[0]
+    other.block[0].running_mean[0] += 1  # neither a parameter nor uncertain, and yet it changes all predictions
+    with pytest.raises(CheckpointError, match=r"another network: 'block.0.running_mean' has other values\."):
+        Laplace.load(tmp_path / "la", other)
+    with pytest.raises(CheckpointError, match=r"'classifier.weight' has dtype float64 there and float32 here"):
+        Laplace.load(tmp_path / "la", make("residual", "classification")[0].float())
+    with pytest.raises(CheckpointError, match=r"'classifier.weight' has shape \(3, 5\) there and \(2, 5\) here"):
+        Laplace.load(tmp_path / "la", make("residual", "regression")[0])
+    assert torch.equal(Laplace.load(tmp_path / "la", make("residual", "classification")[0])(x), la(x))
+
+
+def test_a_posterior_of_other_weights_is_not_saved(tmp_path):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification")
+    with pytest.raises(NotFittedError):
+        la.save(tmp_path / "la")
+    la.fit(cut(x, y, 6))
+    with torch.no_grad():
+        model[2].bias += 1
+    with pytest.raises(UnsupportedError, match="have changed since fit"):
+        la.save(tmp_path / "la")
+    la.fit(cut(x, y, 6))
+    with torch.no_grad():
+        model[0].bias += 1  # certain, but the features come from it
+    with pytest.warns(StaleWarning):
+        la.save(tmp_path / "la")
+
+
+class Twice(Categorical):
+    """A likelihood of a user's."""
+
+    name = "twice"
+
+
+def test_a_likelihood_of_ones_own_is_passed_again(tmp_path):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, Twice()).fit(cut(x, y, 6))
+    la.save(tmp_path / "la")
+    with pytest.raises(CheckpointError, match=r"'twice', and files hold no code.*likelihood="):
+        Laplace.load(tmp_path / "la", model)
+    with pytest.raises(CheckpointError, match="has the likelihood 'twice'; likelihood= is 'classification'"):
+        Laplace.load(tmp_path / "la", model, likelihood="classification")
+    assert torch.equal(Laplace.load(tmp_path / "la", model, likelihood=Twice())(x), la(x))
+
+
+def test_training_data_is_in_the_file_only_when_asked_for(tmp_path):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification", "all", "gp", n_subset=5).fit(cut(x, y, 6))
+    la.save(tmp_path / "without")
+    la.save(tmp_path / "with", with_data=True)
+    held = {name: (tmp_path / name).read_bytes() for name in ("without", "with")}
+    rows = [row.numpy().tobytes() for row in x]
+    assert sum(row in held["with"] for row in rows) == 5
+    assert not any(row in held["without"] for row in rows)
+    assert_same(la, Laplace.load(tmp_path / "with", model), x)
+    with pytest.raises(CheckpointError, match=r"made of 5 inputs of the training data and does not hold them.*data="):
+        Laplace.load(tmp_path / "without", model)
+    for other in (x.flip(0), x[:12], x[:, [1, 0, 2, 3]], x.float()):
+        with pytest.raises(CheckpointError, match="data= does not hold the 5 inputs"):
+            Laplace.load(tmp_path / "without", model, data=cut(other, y[: len(other)], 6))
+
+
+def test_points_in_mappings_are_found_again(tmp_path):
+    class ByName(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+        def forward(self, input_ids, attention_mask):
+            return self.head((self.embed(input_ids) * attention_mask.unsqueeze(-1)).sum(1))
+
+    torch.manual_seed(0)
+    model = ByName().double()
+    batches = [
+        {"input_ids": torch.randint(9, (4, t)), "attention_mask": torch.ones(4, t), "labels": torch.randint(2, (4,))}
+        for t in (3, 3, 5)
+    ]
+    la = Laplace(model, "classification", "all", "gp").fit(batches)
+    la.save(tmp_path / "without")
+    la.save(tmp_path / "with", with_data=True)
+    for again in (Laplace.load(tmp_path / "without", model, data=batches), Laplace.load(tmp_path / "with", model)):
+        assert_same(la, again, batches[0])
+
+
+def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monkeypatch):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 6))
+    la.save(tmp_path / "la")
+    before = (tmp_path / "la").read_bytes()
+
+    def interrupted(tensors, path, metadata):
+        path.write_bytes(before[:50])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("laplace.checkpoints.container.save_file", interrupted)
+    la.prior_precision = 7.0
+    with pytest.raises(KeyboardInterrupt):
+        la.save(tmp_path / "la")
+    assert (tmp_path / "la").read_bytes() == before
+    assert [*tmp_path.iterdir()] == [tmp_path / "la"]

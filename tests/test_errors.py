@@ -1,0 +1,23 @@
+"""The family of errors is documented as a whole."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from laplace import errors
+
+PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+
+
+def test_every_error_and_warning_has_a_row_with_what_to_do():
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    classes = {name: c for name, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__}
+    documented = dict(rows)
+    assert {name for name in classes if name != "LaplaceError"} == documented.keys()
+    for name, row in documented.items():
+        parent = re.match(r" `(\w+)` \|", row)
+        if parent:
+            assert parent[1] in [base.__name__ for base in classes[name].__mro__]
+    assert all(issubclass(c, (errors.LaplaceError, errors.LaplaceWarning)) for c in classes.values())
