@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace.algebra import gram, total
-from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.gradients import Basis, Spread, rotate_left, rotate_right
 
 _PRODUCTS = 2**22  # numbers of the matrix products summed at a time
 _WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
@@ -33,6 +33,8 @@ class Use(ABC):
     positions: int = 1  # T
     chunk: int = 2**23  # numbers of G contracted at a time
     first: bool = True
+    inputs_left: bool = False
+    diagonal_inputs: bool = False
 
     @property
     @abstractmethod
@@ -48,9 +50,13 @@ class Use(ABC):
     def contracted(self, part: slice) -> Tensor:  # (K, n, p)
         """G of some examples."""
 
-    @abstractmethod
     def at(self, index: Tensor) -> Use:  # (p',)
         """Of the weights at some indices alone."""
+        return Picked(self, index)
+
+    def joined(self, others: list[Use]) -> Use:
+        """This use of a parameter and others of the same kind as one."""
+        return Sum([self, *others])
 
     @property
     def held(self) -> int:
@@ -80,7 +86,7 @@ class Use(ABC):
     def factors(self) -> tuple[int, int, int]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
-    def inputs(self) -> tuple[Tensor, int]:
+    def inputs(self) -> tuple[Tensor, int | Tensor]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def input_rows(self) -> Tensor | None:
@@ -89,13 +95,13 @@ class Use(ABC):
     def outputs(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
-    def squares_in(self, left: Basis, right: Basis) -> Tensor:
+    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def rotated(self, part: slice, spread: Spread) -> Tensor:  # (K, n, Gr, O, I)
         """Q_B^T G Q_A of some examples."""
         g = self.contracted(part).unflatten(2, spread.variances.shape)
-        return _rotate_left(_rotate_right(g, spread.right), spread.left)
+        return rotate_left(rotate_right(g, spread.right), spread.left)
 
     def variance(self, spread: Spread) -> Tensor:  # (N, K)
         r = spread.variances.flatten()
@@ -119,7 +125,7 @@ class Use(ABC):
         def rows(part: slice) -> Tensor:  # (K, n, p)
             return self.rotated(part, spread).flatten(2) * root
 
-        return _joint(rows, rows, list(self.parts()))
+        return all_pairs(rows, rows, list(self.parts()))
 
     def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, K)
         """<G, step> of some examples: the change of the outputs to first order."""
@@ -244,6 +250,34 @@ class Sum(Use):
         return Sum([use.double() for use in self.uses])
 
 
+@dataclass
+class Picked(Use):
+    """Some weights of a use that has no shorter way to them."""
+
+    use: Use
+    index: Tensor  # (p',)
+    form = "dense"
+
+    @property
+    def g(self) -> Tensor:  # type: ignore[override]
+        return self.use.g
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return *self.use.shape[:2], len(self.index)
+
+    @property
+    def held(self) -> int:
+        k, _, p = self.use.shape
+        return k * p + self.use.held
+
+    def contracted(self, part: slice) -> Tensor:
+        return self.use.contracted(part)[..., self.index]
+
+    def double(self) -> Picked:
+        return Picked(self.use.double(), self.index)
+
+
 class Activations(Protocol):
     """The inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
 
@@ -351,6 +385,13 @@ class Outer(Use):
     def at(self, index: Tensor) -> Entries:
         return Entries(self, index)
 
+    def joined(self, others: list[Use]) -> Outer:
+        outers = [self, *(use for use in others if isinstance(use, Outer))]
+        if all(use.summed for use in outers):
+            return replace(self, g=torch.stack([use.g for use in outers]).sum(0), twin=None)
+        a = torch.cat([use._all() for use in outers], 3)
+        return Outer(Stored(a), torch.cat([use.g for use in outers], 4), self.reduce, self.first)
+
     def inputs(self) -> tuple[Tensor, int]:
         n, _, _, t = self.a.shape
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
@@ -373,7 +414,7 @@ class Outer(Use):
         a = self._all()[..., 0].square()  # (N, Gr, I)
         return torch.einsum("ngo,ngi->goi", self.g[..., 0].square().sum(0), a).flatten()
 
-    def squares_in(self, left: Basis, right: Basis) -> Tensor:  # (Gr, O, I)
+    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:  # (Gr, O, I)
         if self.positions > 1:
             bases = Spread(self.g.new_ones(()).expand(self.factors), left, right)
             return total(self.rotated(part, bases).square().sum((0, 1)) for part in self.parts())
@@ -388,10 +429,10 @@ class Outer(Use):
         k, _, _, o, t = g.shape
         early_right, early_left = t <= k * o, t <= a.shape[2]
         out = _contract(
-            _rotate_left(a, spread.right if early_right else None), _rotate_left(g, spread.left if early_left else None)
+            rotate_left(a, spread.right if early_right else None), rotate_left(g, spread.left if early_left else None)
         )
-        out = out if early_right else _rotate_right(out, spread.right)
-        return out if early_left else _rotate_left(out, spread.left)
+        out = out if early_right else rotate_right(out, spread.right)
+        return out if early_left else rotate_left(out, spread.left)
 
     def variance(self, spread: Spread) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
@@ -482,7 +523,7 @@ class Outer(Use):
         """g in a basis, where there is one position; the last one is kept for the bias that asks next."""
         same = self._same_g
         if same._last is None or same._last[0] is not basis:
-            g = _rotate_right(same.g.squeeze(4).unsqueeze(3), basis).squeeze(3).flatten(2)
+            g = rotate_right(same.g.squeeze(4).unsqueeze(3), basis).squeeze(3).flatten(2)
             same._last = basis, g
         return same._last[1]
 
@@ -494,7 +535,7 @@ class Outer(Use):
 
     def _turned_input_squares(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)
         """(Q_A^T a)^2, where there is one position."""
-        return _rotate_right(self._all().mT, basis).squeeze(2).square()
+        return rotate_right(self._all().mT, basis).squeeze(2).square()
 
 
 @dataclass
@@ -569,16 +610,11 @@ def combined(uses: list[Use]) -> Use:
     """Several uses of one parameter as one: further positions where all are outer products, else their sum."""
     if len(uses) == 1:
         return uses[0]
-    outers = [use for use in uses if isinstance(use, Outer)]
-    if len(outers) == len(uses) and all(use.summed for use in outers):
-        return replace(outers[0], g=torch.stack([use.g for use in outers]).sum(0), twin=None)
-    if len(outers) == len(uses):
-        a = torch.cat([use._all() for use in outers], 3)
-        return Outer(Stored(a), torch.cat([use.g for use in outers], 4), outers[0].reduce, outers[0].first)
-    return Sum(uses)
+    first, *others = uses
+    return first.joined(others) if all(type(use) is type(first) for use in others) else Sum(uses)
 
 
-def _joint(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor], parts: list[slice]) -> Tensor:
+def all_pairs(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor], parts: list[slice]) -> Tensor:
     """left . right for all pairs of examples and vectors, (N, K, N, K), from (K, n, p) for some examples at a time."""
     rows = []
     for one in parts:
@@ -609,15 +645,3 @@ def _contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T
     k, n, groups, o, t = g.shape
     left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
     return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)
-
-
-def _rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -> x Q
-    if basis is None:
-        return x
-    if basis.vectors.shape[0] == 1:
-        return (x.reshape(-1, x.shape[-1]) @ basis.vectors[0]).reshape(x.shape)
-    return x @ basis.vectors
-
-
-def _rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
-    return x if basis is None else basis.vectors.mT @ x

@@ -12,6 +12,8 @@ from torch import nn
 
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.conv import Conv
+from laplace.backprop.layers.conv_transpose import ConvTranspose
+from laplace.backprop.layers.embedding import Embedding, EmbeddingBag
 from laplace.backprop.layers.generic import Generic
 from laplace.backprop.layers.linear import Linear
 from laplace.backprop.layers.norm import Norm
@@ -21,11 +23,16 @@ RULES: Final[dict[type[nn.Module], Rule]] = {
     nn.Conv1d: Conv(),
     nn.Conv2d: Conv(),
     nn.Conv3d: Conv(),
+    nn.ConvTranspose1d: ConvTranspose(),
+    nn.ConvTranspose2d: ConvTranspose(),
+    nn.ConvTranspose3d: ConvTranspose(),
     nn.BatchNorm1d: Norm(),
     nn.BatchNorm2d: Norm(),
     nn.BatchNorm3d: Norm(),
     nn.LayerNorm: Norm(),
     nn.GroupNorm: Norm(),
+    nn.Embedding: Embedding(),
+    nn.EmbeddingBag: EmbeddingBag(),
 }
 
 __all__ = ["RULES", "Call", "Generic", "Rule"]
