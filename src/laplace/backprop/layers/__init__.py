@@ -10,6 +10,7 @@ from typing import Final
 
 from torch import nn
 
+from laplace.backprop.layers.attention import Attention
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.conv import Conv
 from laplace.backprop.layers.conv_transpose import ConvTranspose
@@ -17,6 +18,7 @@ from laplace.backprop.layers.embedding import Embedding, EmbeddingBag
 from laplace.backprop.layers.generic import Generic
 from laplace.backprop.layers.linear import Linear
 from laplace.backprop.layers.norm import Norm
+from laplace.backprop.layers.recurrent import Recurrent
 
 RULES: Final[dict[type[nn.Module], Rule]] = {
     nn.Linear: Linear(),
@@ -33,6 +35,10 @@ RULES: Final[dict[type[nn.Module], Rule]] = {
     nn.GroupNorm: Norm(),
     nn.Embedding: Embedding(),
     nn.EmbeddingBag: EmbeddingBag(),
+    nn.MultiheadAttention: Attention(),
+    nn.RNN: Recurrent(),
+    nn.LSTM: Recurrent(),
+    nn.GRU: Recurrent(),
 }
 
 __all__ = ["RULES", "Call", "Generic", "Rule"]
