@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from laplace.backprop.arrangement import Arrangement, detect, version
-from laplace.backprop.layers import RULES, Call, Generic, Rule
+from laplace.backprop.layers import Call, Generic, Rule, rule_for
 from laplace.backprop.layers.generic import WholeNetwork
 from laplace.backprop.record import NotOpened, Recorded, Recorder
 from laplace.backprop.uses import Use, combined
@@ -119,6 +119,8 @@ class Plan:
             except (LaplaceError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever a module may raise on one example
+                if owner.rule.checked:
+                    raise ModelError(f"the rule {owner.rule.name} fails on a call of the layer: {error}") from error
                 raise RuleFailed(owner, error) from error
             for key, use in uses.items():
                 found[owner.keys[key]].append(use)
@@ -238,7 +240,7 @@ def _owners(replica: nn.Module, sites: dict[str, list[str]], learned: Learned) -
 
 def _rule_for(module: nn.Module) -> Rule | None:
     """Its own copy of the rule for its type; a module whose forward was replaced has none that opens it."""
-    rule = copy.copy(RULES.get(type(module)))
+    rule = copy.copy(rule_for(type(module)))
     return None if rule is not None and rule.opens and "forward" in module.__dict__ else rule
 
 
@@ -287,6 +289,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
         return False
     eps = rounding({f.dtype, *(p.dtype for p in tracked), *(dtype for call in recorder.calls for dtype in call.dtypes)})
     failed = _differing(layout.names, found, expected, eps)
+    _require_right(plan, failed)
     if stuck := plan.learned.refuse(plan.owners, failed):
         raise ModelError(
             f"the gradient of {stuck[0]!r} on a whole batch is not the sum of its examples' own gradients: examples "
@@ -311,18 +314,34 @@ def _alone(v: Tensor, examples: Tensor) -> Tensor:  # (N, C), (k,) -> (k, N, C)
 
 def _differing(
     names: Sequence[str], found: Sequence[Use | None], expected: Sequence[Tensor | None], eps: float
-) -> list[str]:
-    """The parameters whose gradients are not the expected ones; some are zero but for rounding."""
+) -> dict[str, tuple[float, float]]:
+    """The largest difference, and the largest number, of gradients that are not the expected ones.
+
+    Some are zero but for rounding.
+    """
     sizes = [0.0 if want is None else float(want.abs().max()) for want in expected]
     each, all_ = min(10 * eps**0.5, 0.1), min(1e3 * eps, 0.02) * max(sizes)
-    failed = []
+    failed = {}
     for name, use, want, size in zip(names, found, expected, sizes, strict=True):
         if want is None:
             continue
         got = torch.zeros_like(want).flatten() if use is None else _summed(use)
-        if float((got - want.flatten()).abs().max()) > each * size + all_:
-            failed.append(name)
+        difference = float((got - want.flatten()).abs().max())
+        if not difference <= each * size + all_:
+            failed[name] = difference, size
     return failed
+
+
+def _require_right(plan: Plan, failed: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse the user's own rules that are wrong."""
+    for path, owner in plan.owners.items():
+        wrong = [name for name in owner.keys.values() if name in failed] if owner.rule.checked else []
+        if wrong:
+            difference, size = failed[wrong[0]]
+            raise ModelError(
+                f"the rule {owner.rule.name} gives another gradient of {wrong[0]!r} (layer {path!r}) than autograd: "
+                f"the largest difference is {difference:.3g}, the largest number {size:.3g}. Correct the rule."
+            )
 
 
 def _summed(use: Use) -> Tensor:  # (p,)

@@ -57,6 +57,7 @@ class Rule(ABC):
     name: str
     whole = False  # whether it explains the network as a whole, not the calls of a module
     opens = False  # whether it runs the module itself, to see its inner maps: they take the place of the module's calls
+    checked = False  # whether it is the user's own: that it is wrong is an error, not a reason to take another
     below: tuple[str, ...] = ()  # parameters of submodules that are never called
 
     def opened(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Inner]]:
