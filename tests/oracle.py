@@ -134,14 +134,21 @@ def softmax_gaussian_integral(f: Tensor, covariance: Tensor, order: int = 40) ->
     return w @ (f + grid @ (vectors * values.clamp(min=0).sqrt()).T).softmax(-1)
 
 
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+INPUTS_LEFT = (nn.modules.conv._ConvTransposeNd, *TABLES)  # weights whose rows are inputs: A (x) B
+
+
 def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing: str = "expand") -> dict[str, Tensor]:
-    """The Kronecker block of every weight and bias of Linear and Conv modules, one example and one output at a time.
+    """The Kronecker block of every weight and bias of Linear, Conv and Embedding modules, one example at a time.
 
     expand: A the mean of a a^T over examples and positions, B the sum of g^T Lambda g over both; reduce: a averaged
-    and g summed over positions first. Biases: g summed over positions. Groups give one pair each.
+    and g summed over positions first. Biases: g summed over positions. Groups give one pair each. A transposed
+    convolution is a linear map of every input position. An embedding's a count tokens, A is its diagonal; padding is no
+    position.
     """
     blocks: dict[str, Tensor] = {}
-    modules = {k: m for k, m in model.named_modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))}
+    modules = {k: m for k, m in model.named_modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd, *TABLES))}
+    biases: dict[str, list[Tensor]] = {k: [] for k in modules}  # g (C, O), summed over positions
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {k: [] for k in modules}  # a (T, Gr, I), g (C, T, Gr, O)
     for one in x:
         calls: list[tuple[str, Tensor, Tensor]] = []
@@ -157,14 +164,19 @@ def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing
         for k, a, out in calls:
             rows = [torch.autograd.grad(f[c], out, retain_graph=True)[0] for c in range(len(f))]
             seen[k].append(_positions(modules[k], a, torch.stack(rows)))
+            channels = 2 if isinstance(modules[k], nn.modules.conv._ConvNd) else -1
+            biases[k].append(torch.stack(rows).movedim(channels, 1).flatten(2).sum(2))
     for k, m in modules.items():
         tied = [j for j, other in modules.items() if other.weight is m.weight and seen[j]]
         if not tied or tied[0] != k:
             continue
-        weight = _factors([seen[j] for j in tied], lam, sharing)
-        blocks[f"{k}.weight"] = torch.block_diag(*[torch.kron(bg, ag) for bg, ag in zip(*weight, strict=True)])
-        for j in tied:
-            flat = [gn.sum(1).flatten(1) for _, gn in _per_example([seen[j]], len(x))]
+        if len({isinstance(modules[j], INPUTS_LEFT) for j in tied}) == 1:
+            b, a = _factors([seen[j] for j in tied], lam, sharing)
+            a = torch.stack([ag.diagonal().diag() for ag in a]) if isinstance(m, TABLES) else a
+            pairs = zip(a, b, strict=True) if isinstance(m, INPUTS_LEFT) else zip(b, a, strict=True)
+            blocks[f"{k}.weight"] = torch.block_diag(*[torch.kron(*pair) for pair in pairs])
+        for j in [j for j in tied if not isinstance(modules[j], TABLES)]:
+            flat = torch.stack(biases[j]).unflatten(0, (len(x), -1)).sum(1)
             blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(flat, lam, strict=True))
     return {name: blocks[name] for name in names if name in blocks}
 
@@ -195,6 +207,10 @@ def _positions(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]
     """(T, Gr, I) and (C, T, Gr, O) of one call on one example; patches are read off by one-hot kernels."""
     if isinstance(module, nn.Linear):
         return a.reshape(-1, 1, a.shape[-1]), g.reshape(len(g), -1, 1, g.shape[-1])
+    if isinstance(module, TABLES):
+        return _looked_up(module, a, g)
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return _spread_out(module, a, g)
     probe = type(module)(
         module.in_channels, module.weight[0].numel() * module.groups, module.kernel_size, module.stride,
         module.padding, module.dilation, module.groups, False, module.padding_mode, dtype=a.dtype,
@@ -205,6 +221,30 @@ def _positions(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]
         patches = probe(a).flatten(2).squeeze(0).unflatten(0, (module.groups, size))  # (Gr, I, T)
     g = g.flatten(3).squeeze(1).unflatten(1, (module.groups, -1))  # (C, Gr, O, T)
     return patches.permute(2, 0, 1), g.permute(0, 3, 1, 2)
+
+
+def _looked_up(table: nn.Module, ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """What each position takes of every row of a table, (T, 1, V), where that is not nothing: its Jacobian."""
+    weight = table.weight.detach().clone().requires_grad_()
+    out = torch.func.functional_call(table, {"weight": weight}, (ids,)).reshape(-1, table.embedding_dim)
+    a = torch.stack([torch.autograd.grad(row[0], weight, retain_graph=True)[0].to_dense()[:, 0] for row in out])
+    used = a.ne(0).any(1)
+    return a[used].unsqueeze(1), g.reshape(len(g), -1, 1, g.shape[-1])[:, used]
+
+
+def _spread_out(conv: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The input at each position, (T, Gr, I), and the gradient at what the kernel makes of it, (C, T, Gr, O * K)."""
+    per_group = conv.in_channels // conv.groups
+    a = x.flatten(2).squeeze(0).T.unflatten(1, (conv.groups, per_group))
+    weight = conv.weight.detach().clone().requires_grad_()
+    spread = []
+    for t in range(len(a)):
+        one = torch.zeros_like(x).flatten(2)
+        one[:, ::per_group, t] = 1.0
+        out = torch.func.functional_call(conv, {"weight": weight}, (one.reshape(x.shape),))
+        rows = [torch.autograd.grad(out, weight, gc, retain_graph=True)[0][::per_group].flatten(1) for gc in g]
+        spread.append(torch.stack(rows))
+    return a, torch.stack(spread, 1)
 
 
 def curvature_all(
@@ -232,7 +272,7 @@ def jacobian_loop(model: nn.Module, names: list[str], x: Tensor) -> Tensor:
         for c in range(len(f)):
             grads = torch.autograd.grad(f[c], chosen, retain_graph=True, allow_unused=True)
             flat = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen, strict=True)]
-            per_output.append(torch.cat([g.flatten() for g in flat]))
+            per_output.append(torch.cat([g.to_dense().flatten() for g in flat]))
         rows.append(torch.stack(per_output))
     return torch.stack(rows)
 

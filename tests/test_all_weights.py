@@ -306,12 +306,14 @@ def test_coverage_names_rule_structure_and_bytes():
 
 def test_large_tensors_without_a_kronecker_form_are_kept_as_diagonals():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(300, 4), torch.nn.Flatten(), torch.nn.Linear(8, 3)).double()
-    x, y = torch.randint(300, (9, 2)), torch.randint(3, (9,))
+    model = torch.nn.Sequential(torch.nn.LayerNorm(1200), torch.nn.Linear(1200, 3)).double()
+    for p in (model[0].bias, *model[1].parameters()):
+        p.requires_grad_(False)
+    x, y = torch.randn(9, 1200, dtype=torch.float64), torch.randint(3, (9,))
     la = Laplace(model, "classification", "all", "kron").fit(cut(x, y, 4))
-    assert [row.kept for row in la.coverage()] == ["diag", "kron 3 x 8", "kron 3 x 1"]
+    assert [row.kept for row in la.coverage()] == ["diag"]
     _, h = oracle.curvature_all(model, ["0.weight"], x, y, "classification")
-    close(la.H.to_matrix()[:1200, :1200].diagonal(), h.diag())
+    close(la.H, h.diag())
 
 
 def test_the_papers_first_listing_runs():

@@ -12,6 +12,7 @@ from laplace.enums import (
 )
 from laplace.enums import Likelihood as Likelihood
 from laplace.laplace import Laplace
+from laplace.layers import register_rule
 from laplace.likelihoods import Categorical, Gaussian
 from laplace.online import marglik_training
 from laplace.predictive import Prediction
@@ -35,4 +36,5 @@ __all__ = [
     "TuningMethod",
     "marglik_training",
     "plan",
+    "register_rule",
 ]

@@ -99,7 +99,14 @@ def _kept(sums: dict) -> str:
         return f"kernel {rows} x {rows}" if groups == 1 else f"{groups} kernels {rows} x {rows}"
     if "U" in sums:
         return f"{len(sums['U'])} directions"
-    name, left, right = ("ekfac", "left", "right") if "E" in sums else ("kron", "B", "A")
-    groups = sums[left].shape[0]
-    factors = f"{name} {sums[left].shape[-1]} x {sums[right].shape[-1]}"
-    return factors if groups == 1 else f"{groups} groups of {factors}"
+    name = "ekfac" if "E" in sums else "kron"
+    sides = sums["E"].shape if name == "ekfac" else _sides(sums)
+    factors = f"{name} {sides[1]} x {sides[2]}"
+    return factors if sides[0] == 1 else f"{sides[0]} groups of {factors}"
+
+
+def _sides(sums: dict) -> tuple[int, int, int]:
+    """Groups, rows and columns of a tensor from its Kronecker factors."""
+    b, a = sums["B"], sums["A_left"] if "A_left" in sums else sums["A"]
+    o, i = b.shape[-1], a.shape[-1]
+    return (b.shape[0], i, o) if "A_left" in sums else (b.shape[0], o, i)

@@ -72,7 +72,7 @@ class Accumulator:
         self.pass_: Pass = structure
         self._before: Sums = {}
         self._n_before = 0
-        self._forms: list[str] = []
+        self._forms: list[tuple[str, tuple[int, ...]]] = []
         self._restarts = 0
         self._state = None if generator is None else generator.get_state()
         self._compared = False  # whether joined batches were seen to give the outputs of single ones
@@ -256,7 +256,7 @@ class Accumulator:
 
     def _notice_forms(self, moments: Moments) -> None:
         """A tensor whose gradients are outer products in one batch and not in another has no common sums."""
-        forms = [m.form for m in moments.parameters]
+        forms = [(m.form, m.factors if m.form == "kron" else ()) for m in moments.parameters]
         if self._forms and forms != self._forms:
             changed = [name for name, a, b in zip(self.layout.names, self._forms, forms, strict=True) if a != b]
             self._forms = forms

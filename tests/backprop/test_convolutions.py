@@ -126,20 +126,3 @@ def test_frames_that_are_flattened_into_the_batch_belong_to_their_example(conv, 
     torch.manual_seed(0)
     x = torch.randn(7, 3, *SIZES[conv], dtype=torch.float64)
     assert_exact(Video().double(), x, kinds=("ggn",), rules={"inner.conv": "conv", "inner.head": "linear"})
-
-
-@pytest.mark.parametrize("conv", [nn.ConvTranspose1d, nn.ConvTranspose2d])
-def test_transposed_convolutions_are_exact(conv):
-    sides = 1 if conv is nn.ConvTranspose1d else 2
-
-    class Upsampled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = conv(2, 4, 3, stride=2, padding=1, groups=2)
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.up(x)).flatten(2).mean(2))
-
-    torch.manual_seed(0)
-    assert_exact(Upsampled().double(), torch.randn(7, 2, *[3] * sides, dtype=torch.float64))

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.backprop.transposed import Transposed
 from laplace.backprop.uses import Dense, Outer, Sum, Use, contract
 
 _WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
@@ -19,7 +20,41 @@ def at(use: Use, index: Tensor) -> Use:  # (p',)
         return Entries(use, index)
     if isinstance(use, Sum):
         return Sum([at(one, index) for one in use.uses])
-    return Dense(use.contracted(slice(None))[..., index])
+    if isinstance(use, Transposed):
+        return at(use.outer, use.places(index))
+    return Dense(use.g[..., index]) if isinstance(use, Dense) else Picked(use, index)
+
+
+@dataclass
+class Picked(Use):
+    """Some weights of a use that has no shorter way to them."""
+
+    use: Use
+    index: Tensor  # (p',)
+    form = "dense"
+
+    @property
+    def g(self) -> Tensor:  # type: ignore[override]
+        return self.use.g
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return *self.use.shape[:2], len(self.index)
+
+    @property
+    def held(self) -> int:
+        k, _, p = self.use.shape
+        return k * p + self.use.held
+
+    @property
+    def nbytes(self) -> int:
+        return self.use.nbytes
+
+    def contracted(self, part: slice) -> Tensor:
+        return self.use.contracted(part)[..., self.index]
+
+    def double(self) -> Picked:
+        return Picked(self.use.double(), self.index).within(self.chunk)
 
 
 @dataclass

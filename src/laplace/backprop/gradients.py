@@ -30,6 +30,20 @@ class Basis:
         return self.vectors.square().mT.contiguous()
 
 
+def rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -> x Q
+    """The columns in a basis; None is that of unit vectors."""
+    if basis is None:
+        return x
+    if basis.vectors.shape[0] == 1:
+        return (x.reshape(-1, x.shape[-1]) @ basis.vectors[0]).reshape(x.shape)
+    return x @ basis.vectors
+
+
+def rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
+    """The rows in a basis."""
+    return x if basis is None else basis.vectors.mT @ x
+
+
 class Spread:
     """A covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T of one tensor's weights; None is the basis of unit vectors."""
 
@@ -69,8 +83,8 @@ class Covariance:
 class MomentsOf(Protocol):
     """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
 
-    def inputs(self) -> tuple[Tensor, int]:
-        """sum of a a^T, (Gr, I, I), and over how many a."""
+    def inputs(self) -> tuple[Tensor, int | Tensor]:
+        """sum of a a^T, (Gr, I, I), or its diagonal, (Gr, I), and over how many a; (Gr, 1, 1) where groups differ."""
         ...
 
     def input_rows(self) -> Tensor | None:
@@ -85,8 +99,8 @@ class MomentsOf(Protocol):
         """sum of G^2 elementwise, flat (p,)."""
         ...
 
-    def squares_in(self, left: Basis, right: Basis) -> Tensor:
-        """sum of (Q_B^T G Q_A)^2 elementwise, (Gr, O, I), where the gradients are outer products."""
+    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
+        """sum of (Q_left^T G Q_right)^2 elementwise, (Gr, O, I), where the gradients are outer products."""
         ...
 
     def gram(self) -> Tensor:
@@ -106,6 +120,16 @@ class MomentsOf(Protocol):
     @property
     def factors(self) -> tuple[int, int, int]:
         """(Gr, O, I): groups, rows and columns of the outer products, where the gradients are such."""
+        ...
+
+    @property
+    def inputs_left(self) -> bool:
+        """Whether the rows of the weight are the inputs, and its columns the outputs: G = sum of a g^T."""
+        ...
+
+    @property
+    def diagonal_inputs(self) -> bool:
+        """Whether of the sum of a a^T only the diagonal is kept: a are rows that are looked up."""
         ...
 
     @property

@@ -244,7 +244,7 @@ class HeadMomentsOf:
     def outputs(self) -> Tensor:
         return self.shared().unsqueeze(0)
 
-    form, first, positions = "kron", True, 1
+    form, first, positions, inputs_left, diagonal_inputs = "kron", True, 1, False, False
 
     def input_rows(self) -> None:
         return None
@@ -266,8 +266,10 @@ class HeadMomentsOf:
     def squares(self) -> Tensor:
         return (self.curvature.squares().T @ self.features.square()).flatten()
 
-    def squares_in(self, left: Basis, right: Basis) -> Tensor:  # (1, O, I)
+    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:  # (1, O, I)
         """sum over n of (Q_B^T Lambda_n Q_B)_oo (Q_A^T phi)_i^2."""
+        assert left is not None
+        assert right is not None
         inputs = (self.features @ right.vectors[0]).square()
         return (self.curvature.squares_in(left.vectors[0]).T.to(inputs) @ inputs).unsqueeze(0)
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.algebra import gram
 from laplace.backprop.plan import Learned, Plan, make_plan, zeros_for
-from laplace.backprop.record import Recorded, Recorder
+from laplace.backprop.record import NotOpened, Recorded, Recorder
 from laplace.backprop.uses import Dense, Use, Written, along, split
 from laplace.batches import Inputs
 from laplace.budget import Budget
@@ -72,11 +72,16 @@ class Network:
         inputs = inputs.normal_tensors()
         self._read = sum(t.numel() for t in inputs.tensors()) // (inputs.size or 1)
         plan, own = self.planned(inputs), False  # whether it is of this batch
-        f, calls = self._recorded(inputs, plan, with_grad)
-        while misfits := plan.misfits(f, calls):
+        while True:
+            try:
+                f, calls = self._recorded(inputs, plan, with_grad)
+            except NotOpened as failure:
+                plan, own = self._make_plan(inputs, plan.without({failure.path})), True
+                continue
+            misfits = plan.misfits(f, calls)
+            if not misfits:
+                return NetworkForward(self, plan, inputs, f, calls, with_grad)
             plan, own = self._make_plan(inputs, plan.without(misfits) if own else plan.learned), True
-            f, calls = self._recorded(inputs, plan, with_grad)
-        return NetworkForward(self, plan, inputs, f, calls, with_grad)
 
     def _recorded(self, inputs: Inputs, plan: Plan, attached: bool) -> tuple[Tensor, list[Recorded]]:
         recorder = self._recorder_for(plan)
@@ -91,9 +96,7 @@ class Network:
         """Its hooks stay on the replica, which nobody else has, until there is another plan."""
         made_for, recorder = self._recorder
         if recorder is None or made_for is not plan:
-            if recorder is not None:
-                recorder.remove()
-            recorder = Recorder(self.replica, plan.hooked, plan.learned.repeated)
+            recorder = Recorder(self.replica, plan.hooked, plan.learned.repeated, plan.opened)
             self._recorder = plan, recorder
         return recorder
 
@@ -108,6 +111,9 @@ class Network:
         return self.plan
 
     def _make_plan(self, inputs: Inputs, learned: Learned | None) -> Plan:
+        if self._recorder[1] is not None:
+            self._recorder[1].remove()
+            self._recorder = (None, None)
         self.plan = make_plan(self.replica, self.weights.layout.whole, inputs, learned)
         return self.plan
 

@@ -8,6 +8,7 @@ that names the layer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,9 +18,9 @@ from torch.autograd.graph import GradientEdge
 
 from laplace.backprop.arrangement import Arrangement, detect, version
 from laplace.backprop.entries import at
-from laplace.backprop.layers import RULES, Call, Generic, Rule
+from laplace.backprop.layers import Call, Generic, Rule, rule_for
 from laplace.backprop.layers.generic import WholeNetwork
-from laplace.backprop.record import Recorded, Recorder
+from laplace.backprop.record import NotOpened, Recorded, Recorder
 from laplace.backprop.uses import Use, combined
 from laplace.batches import Inputs
 from laplace.errors import LaplaceError, ModelError, quiet
@@ -56,19 +57,22 @@ class Learned:
     called: set[str] = field(default_factory=lambda: {""})  # modules
     repeated: set[str] = field(default_factory=set)  # modules whose output is computed once for the whole batch
     refused: dict[str, set[str]] = field(default_factory=dict)  # parameters -> modules that do not explain them
+    closed: set[str] = field(default_factory=set)  # modules that their rules cannot open
     writes: bool = False  # whether the network writes to its inputs
 
     def copy(self) -> Learned:
         """Another one that can grow by itself."""
         refused = {name: set(paths) for name, paths in self.refused.items()}
-        return Learned(set(self.called), set(self.repeated), refused, self.writes)
+        return Learned(set(self.called), set(self.repeated), refused, set(self.closed), self.writes)
 
     def refuse(self, owners: dict[str, Owner], names: Iterable[str]) -> list[str]:
         """Hand parameters up from those that own them now; the names of those that are at the top already."""
         stuck = []
         for name in names:
             held = {path for path, owner in owners.items() if name in owner.keys.values() and not owner.rule.whole}
-            self.refused.setdefault(name, set()).update(held)
+            opened = {path for path in held if owners[path].rule.opens}
+            self.closed |= opened  # the generic rule may still explain them there
+            self.refused.setdefault(name, set()).update(held - opened)
             if not held:
                 stuck.append(name)
         return stuck
@@ -116,6 +120,8 @@ class Plan:
             except (LaplaceError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever a module may raise on one example
+                if owner.rule.checked:
+                    raise ModelError(f"the rule {owner.rule.name} fails on a call of the layer: {error}") from error
                 raise RuleFailed(owner, error) from error
             for key, use in uses.items():
                 found[owner.keys[key]].append(use)
@@ -161,7 +167,12 @@ class Plan:
     @property
     def hooked(self) -> list[str]:
         """The modules whose calls must be recorded."""
-        return [name for name, owner in self.owners.items() if not owner.rule.whole]
+        return [name for name, owner in self.owners.items() if not owner.rule.whole and not owner.rule.opens]
+
+    @property
+    def opened(self) -> dict[str, tuple[Rule, Collection[str]]]:
+        """The modules whose inner maps must be recorded, their rules, and the parameters that are asked for."""
+        return {name: (owner.rule, owner.keys) for name, owner in self.owners.items() if owner.rule.opens}
 
 
 def make_plan(replica: nn.Module, layout: Layout, inputs: Inputs, learned: Learned | None = None) -> Plan:
@@ -189,7 +200,7 @@ def _watch(replica: nn.Module, inputs: Inputs, learned: Learned) -> None:
         for name, module in replica.named_modules()
     ]
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.enable_grad():  # as it will run: without grad, fused layers call none
             own.call(replica)
     finally:
         for handle in handles:
@@ -214,23 +225,30 @@ def _owners(replica: nn.Module, sites: dict[str, list[str]], learned: Learned) -
         for site in places:
             path = learned.ladder(site, name)[0]
             module = replica.get_submodule(path)
-            own = path == site.rpartition(".")[0] and path not in learned.refused.get(name, ())
-            special = type(module) in RULES and own
-            if path not in owners:
-                rule = RULES[type(module)] if special else WholeNetwork() if path == "" else Generic()
-                owners[path] = Owner(rule)
-            elif not special and not isinstance(owners[path].rule, Generic):
-                owners[path].rule = WholeNetwork() if path == "" else Generic()  # one rule for all of a module
             key = site.removeprefix(f"{path}.") if path else site
+            rule = _rule_for(module)
+            open_to_it = path not in learned.closed and path not in learned.refused.get(name, ())
+            if rule is None or not open_to_it or ("." in key and key not in rule.below):
+                rule = WholeNetwork() if path == "" else Generic()
+            if path not in owners:
+                owners[path] = Owner(rule)
+            elif isinstance(rule, Generic) and not isinstance(owners[path].rule, Generic):
+                owners[path].rule = rule  # one rule for all of a module
             if name not in owners[path].keys.values():
                 owners[path].keys[key] = name
     return owners
 
 
+def _rule_for(module: nn.Module) -> Rule | None:
+    """Its own copy of the rule for its type; a module whose forward was replaced has none that opens it."""
+    rule = copy.copy(rule_for(type(module)))
+    return None if rule is not None and rule.opens and "forward" in module.__dict__ else rule
+
+
 def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bool:
     """Compare every parameter's gradient with autograd's; what does not agree is learned for another try."""
     parameters = dict(replica.named_parameters())
-    recorder = Recorder(replica, plan.hooked, plan.learned.repeated)
+    recorder = Recorder(replica, plan.hooked, plan.learned.repeated, plan.opened, compare=True)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             recorder.start(inputs.size)
@@ -241,13 +259,17 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
         n, v = f.shape[0], random_vectors(f)
         tracked = [parameters[name] for name in layout.names]
         try:
-            expected = torch.autograd.grad(f, tracked, v, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(f, tracked, v, retain_graph=True, allow_unused=True)
+            expected = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
         except RuntimeError as error:
             raise ModelError(f"autograd cannot differentiate the network: {error}") from error
         edges = [edge for call in recorder.calls for edge in call.edges]
         probed = torch.linspace(0, n - 1, min(n, EXAMPLES)).round().long()
         touched = _sent(f, edges, _alone(v, probed), plan)
         sent = torch.autograd.grad(f, edges, v, allow_unused=True) if edges else ()
+    except NotOpened as failure:
+        plan.learned.closed.add(failure.path)
+        return False
     finally:
         recorder.remove()
     plan.examples = n
@@ -268,6 +290,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
         return False
     eps = rounding({f.dtype, *(p.dtype for p in tracked), *(dtype for call in recorder.calls for dtype in call.dtypes)})
     failed = _differing(layout.names, found, expected, eps)
+    _require_right(plan, failed)
     if stuck := plan.learned.refuse(plan.owners, failed):
         raise ModelError(
             f"the gradient of {stuck[0]!r} on a whole batch is not the sum of its examples' own gradients: examples "
@@ -292,18 +315,39 @@ def _alone(v: Tensor, examples: Tensor) -> Tensor:  # (N, C), (k,) -> (k, N, C)
 
 def _differing(
     names: Sequence[str], found: Sequence[Use | None], expected: Sequence[Tensor | None], eps: float
-) -> list[str]:
-    """The parameters whose gradients are not the expected ones; some are zero but for rounding."""
+) -> dict[str, tuple[float, float]]:
+    """The largest difference, and the largest number, of gradients that are not the expected ones.
+
+    Some are zero but for rounding.
+    """
     sizes = [0.0 if want is None else float(want.abs().max()) for want in expected]
     each, all_ = min(10 * eps**0.5, 0.1), min(1e3 * eps, 0.02) * max(sizes)
-    failed = []
+    failed = {}
     for name, use, want, size in zip(names, found, expected, sizes, strict=True):
         if want is None:
             continue
-        got = torch.zeros_like(want).flatten() if use is None else use.contracted(slice(None)).detach().sum((0, 1))
-        if float((got - want.flatten()).abs().max()) > each * size + all_:
-            failed.append(name)
+        got = torch.zeros_like(want).flatten() if use is None else _summed(use)
+        difference = float((got - want.flatten()).abs().max())
+        if not difference <= each * size + all_:
+            failed[name] = difference, size
     return failed
+
+
+def _require_right(plan: Plan, failed: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse the user's own rules that are wrong."""
+    for path, owner in plan.owners.items():
+        wrong = [name for name in owner.keys.values() if name in failed] if owner.rule.checked else []
+        if wrong:
+            difference, size = failed[wrong[0]]
+            raise ModelError(
+                f"the rule {owner.rule.name} gives another gradient of {wrong[0]!r} (layer {path!r}) than autograd: "
+                f"the largest difference is {difference:.3g}, the largest number {size:.3g}. Correct the rule."
+            )
+
+
+def _summed(use: Use) -> Tensor:  # (p,)
+    """The gradients of all examples together, of one vector."""
+    return use.back(use.g.new_ones(1, use.shape[1], 1)).detach().flatten()
 
 
 def _sent(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laplace.algebra import gram, total
 from laplace.backprop.activations import Activations, Stored, grams
-from laplace.backprop.gradients import Basis, Covariance, Spread
+from laplace.backprop.gradients import Basis, Covariance, Spread, rotate_left, rotate_right
 
 _ALL = slice(None)
 Kind = TypeVar("Kind", bound="Use")
@@ -33,6 +33,8 @@ class Use(ABC):
     positions: int = 1  # T
     chunk: int = 2**23  # numbers of G contracted at a time
     first: bool = True
+    inputs_left: bool = False
+    diagonal_inputs: bool = False
 
     @property
     @abstractmethod
@@ -47,6 +49,10 @@ class Use(ABC):
     @abstractmethod
     def contracted(self, part: slice) -> Tensor:  # (K, n, p)
         """G of some examples."""
+
+    def joined(self, others: list[Use]) -> Use:
+        """This use of a parameter and others of the same kind as one."""
+        return Sum([self, *others])
 
     def within(self: Kind, chunk: int) -> Kind:
         """This one, contracted at most so many numbers at a time."""
@@ -81,7 +87,7 @@ class Use(ABC):
     def factors(self) -> tuple[int, int, int]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
-    def inputs(self) -> tuple[Tensor, int]:
+    def inputs(self) -> tuple[Tensor, int | Tensor]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def input_rows(self) -> Tensor | None:
@@ -90,13 +96,13 @@ class Use(ABC):
     def outputs(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
-    def squares_in(self, left: Basis, right: Basis) -> Tensor:
+    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def rotated(self, part: slice, spread: Spread) -> Tensor:  # (K, n, Gr, O, I)
         """Q_B^T G Q_A of some examples."""
         g = self.contracted(part).unflatten(2, spread.variances.shape)
-        return _rotate_left(_rotate_right(g, spread.right), spread.left)
+        return rotate_left(rotate_right(g, spread.right), spread.left)
 
     def variance(self, spread: Spread) -> Tensor:  # (N, K)
         r = spread.variances.flatten()
@@ -120,7 +126,7 @@ class Use(ABC):
         def rows(part: slice) -> Tensor:  # (K, n, p)
             return self.rotated(part, spread).flatten(2) * root
 
-        return _joint(rows, rows, list(self.parts()))
+        return all_pairs(rows, rows, list(self.parts()))
 
     def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, K)
         """<G, step> of some examples: the change of the outputs to first order."""
@@ -286,6 +292,13 @@ class Outer(Use):
     def nbytes(self) -> int:
         return self.g.nbytes + self.a.nbytes
 
+    def joined(self, others: list[Use]) -> Outer:
+        outers = [self, *(use for use in others if isinstance(use, Outer))]
+        if all(use.summed for use in outers):
+            return replace(self, g=torch.stack([use.g for use in outers]).sum(0), twin=None)
+        a = torch.cat([use._all() for use in outers], 3)
+        return Outer(Stored(a), torch.cat([use.g for use in outers], 4), self.reduce, self.first)
+
     def inputs(self) -> tuple[Tensor, int]:
         n, _, _, t = self.a.shape
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
@@ -308,7 +321,7 @@ class Outer(Use):
         a = self._all()[..., 0].square()  # (N, Gr, I)
         return torch.einsum("ngo,ngi->goi", self.g[..., 0].square().sum(0), a).flatten()
 
-    def squares_in(self, left: Basis, right: Basis) -> Tensor:  # (Gr, O, I)
+    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:  # (Gr, O, I)
         if self.positions > 1:
             bases = Spread(self.g.new_ones(()).expand(self.factors), left, right)
             return total(self.rotated(part, bases).square().sum((0, 1)) for part in self.parts())
@@ -323,10 +336,10 @@ class Outer(Use):
         k, _, _, o, t = g.shape
         early_right, early_left = t <= k * o, t <= a.shape[2]
         out = contract(
-            _rotate_left(a, spread.right if early_right else None), _rotate_left(g, spread.left if early_left else None)
+            rotate_left(a, spread.right if early_right else None), rotate_left(g, spread.left if early_left else None)
         )
-        out = out if early_right else _rotate_right(out, spread.right)
-        return out if early_left else _rotate_left(out, spread.left)
+        out = out if early_right else rotate_right(out, spread.right)
+        return out if early_left else rotate_left(out, spread.left)
 
     def variance(self, spread: Spread) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
@@ -418,7 +431,7 @@ class Outer(Use):
         """g in a basis, where there is one position; the last one is kept for the bias that asks next."""
         same = self._same_g
         if same._last is None or same._last[0] is not basis:
-            g = _rotate_right(same.g.squeeze(4).unsqueeze(3), basis).squeeze(3).flatten(2)
+            g = rotate_right(same.g.squeeze(4).unsqueeze(3), basis).squeeze(3).flatten(2)
             same._last = basis, g
         return same._last[1]
 
@@ -430,7 +443,7 @@ class Outer(Use):
 
     def _turned_input_squares(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)
         """(Q_A^T a)^2, where there is one position."""
-        return _rotate_right(self._all().mT, basis).squeeze(2).square()
+        return rotate_right(self._all().mT, basis).squeeze(2).square()
 
 
 def along(uses: Sequence[Use], steps: Sequence[Tensor]) -> Tensor:  # (S, p) each -> (S, N, K)
@@ -447,16 +460,11 @@ def combined(uses: list[Use]) -> Use:
     """Several uses of one parameter as one: further positions where all are outer products, else their sum."""
     if len(uses) == 1:
         return uses[0]
-    outers = [use for use in uses if isinstance(use, Outer)]
-    if len(outers) == len(uses) and all(use.summed for use in outers):
-        return replace(outers[0], g=torch.stack([use.g for use in outers]).sum(0), twin=None)
-    if len(outers) == len(uses):
-        a = torch.cat([use._all() for use in outers], 3)
-        return Outer(Stored(a), torch.cat([use.g for use in outers], 4), outers[0].reduce, outers[0].first)
-    return Sum(uses)
+    first, *others = uses
+    return first.joined(others) if all(type(use) is type(first) for use in others) else Sum(uses)
 
 
-def _joint(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor], parts: list[slice]) -> Tensor:
+def all_pairs(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor], parts: list[slice]) -> Tensor:
     """left . right for all pairs of examples and vectors, (N, K, N, K), from (K, n, p) for some examples at a time."""
     rows = []
     for one in parts:
@@ -470,15 +478,3 @@ def contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T)
     k, n, groups, o, t = g.shape
     left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
     return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)
-
-
-def _rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -> x Q
-    if basis is None:
-        return x
-    if basis.vectors.shape[0] == 1:
-        return (x.reshape(-1, x.shape[-1]) @ basis.vectors[0]).reshape(x.shape)
-    return x @ basis.vectors
-
-
-def _rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
-    return x if basis is None else basis.vectors.mT @ x

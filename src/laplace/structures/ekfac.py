@@ -32,7 +32,10 @@ class Ekfac(Kron):
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         eigh, shapes = Eigh(dtype), dict(zip(layout.names, layout.shapes, strict=True))
         parts = {name: part for name, part in by_tensor(sums, layout).items() if "B" in part}
-        parts = {name: part | {key: _told_apart(part[key]) for key in "AB"} for name, part in parts.items()}
+        matrices = {
+            name: [key for key in part if part[key].dim() == 3 and key != "count"] for name, part in parts.items()
+        }
+        parts = {name: part | {key: _told_apart(part[key]) for key in matrices[name]} for name, part in parts.items()}
         bases = {name: KronBlock(part, shapes[name], False, eigh) for name, part in parts.items()}
         return self.rotated(bases) if bases else None
 
@@ -46,7 +49,9 @@ class Ekfac(Kron):
             return each, once
         groups, o, i = moments.factors
         p, t = moments.weights, moments.positions
-        rotated = p + groups * (i * i + vectors * o * o) if t == 1 else vectors * p * (t + min(t, i) + min(t, o))
+        o, i = (i, o) if moments.inputs_left else (o, i)
+        turned = 0 if moments.diagonal_inputs else i * i
+        rotated = p + groups * (turned + vectors * o * o) if t == 1 else vectors * p * (t + min(t, i) + min(t, o))
         return each + rotated, once
 
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
@@ -81,7 +86,8 @@ class Rotated(Pass):
 
     def kept(self, name: str, found: Sums, block: KronBlock) -> Sums:
         """What stays of one tensor's sums and bases."""
-        return {"left": block.left.vectors, "right": block.right.vectors, **found}
+        bases = {"left": block.left, "right": block.right}
+        return {key: basis.vectors for key, basis in bases.items() if basis is not None} | found
 
 
 class EkfacBlock(EigenbasisBlock):
@@ -89,8 +95,8 @@ class EkfacBlock(EigenbasisBlock):
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> None:
         self.shape = shape
-        self.left, self.right = eigh.found(sums["left"]), eigh.found(sums["right"])
-        self.e = sums["E"].to(eigh.dtype)  # (Gr, O, I)
+        self.left, self.right = (eigh.found(sums[key]) if key in sums else None for key in ("left", "right"))
+        self.e = self.like = sums["E"].to(eigh.dtype)  # (Gr, O, I)
 
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:
         return scale * self.e + delta

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
+from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread
 from laplace.budget import Budget
 from laplace.errors import OptionError, shown, whole_number
 from laplace.structures.base import Contribution, Sums, Traces
@@ -93,9 +94,9 @@ class Largest(Rotated):
             f"{name!r}, and", "Give a smaller rank=."
         )  # fmt: skip
         group, rows, columns = torch.unravel_index(index[:k], (groups, o, i))
-        own = torch.nn.functional.one_hot(group, groups).T.unsqueeze(1).to(block.left.vectors)  # (Gr, 1, k)
-        left = block.left.vectors[group, :, rows].T * own  # (Gr, O, k), zero outside the pair's group
-        right = block.right.vectors[group, :, columns].T * own
+        own = one_hot(group, groups).T.unsqueeze(1).to(block.like)  # (Gr, 1, k)
+        left = _chosen(block.left, group, rows, o).T * own  # (Gr, O, k), zero outside the pair's group
+        right = _chosen(block.right, group, columns, i).T * own
         return {"left": left, "right": right, "values": values[:k], "F": found["F"]}
 
     def _enough(self, values: Tensor) -> int:
@@ -190,6 +191,11 @@ class KroneckerColumns:
             part = slice(start, start + step)
             columns = torch.einsum("goc,gic->cgoi", self.left[..., part], self.right[..., part])
             yield columns.flatten(1) * self.shrink
+
+
+def _chosen(basis: Basis | None, group: Tensor, index: Tensor, side: int) -> Tensor:  # (k, side)
+    """Some vectors of the groups' bases."""
+    return one_hot(index, side) if basis is None else basis.vectors[group, :, index]
 
 
 def _rank_bytes(k: int, sides: int) -> int:

@@ -1,5 +1,8 @@
 """Kronecker factors: H = B (x) A with A = mean of a a^T and B = sum of g g^T, kept in their eigenbases.
 
+Where a weight's rows are its inputs (G = sum of a g^T), H = A (x) B. Of a table whose rows are looked up, A is kept as
+its diagonal; its eigenbasis is that of unit vectors (None).
+
 The prior is added exactly, in the eigenbasis: eigenvalues s beta_o alpha_i + delta. With `damping=True` it is split
 over the factors as in the paper, (s B + sqrt(delta) I) (x) (A + sqrt(delta) I); `damping='balanced'` divides and
 multiplies the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps the split close to the exact one.
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from laplace.algebra import EIGH, SYMMETRIC, Rows
-from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread
+from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread, rotate_left, rotate_right
 from laplace.errors import NumericalError, OptionError
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
@@ -48,17 +51,18 @@ class Kron(BlockDiagonal):
         sums: Contribution = {"B": b}
         if moments.first:
             rows = moments.input_rows()
+            key = "A_left" if moments.inputs_left else "A"
             if rows is None:
                 gram, count = moments.inputs()
-                sums |= {"A": gram}
+                sums |= {key: gram}
             else:
                 count = len(rows)
-                sums |= {"A": Rows(rows)}
-            sums |= {"count": float(count)}
+                sums |= {key: Rows(rows)}
+            sums |= {"count": count if isinstance(count, Tensor) else float(count)}
         return sums
 
     def scaled(self, sums: Sums, scale: Tensor) -> Sums:
-        means = ("A", "count")  # the scale belongs to the other factor
+        means = ("A", "A_left", "count")  # the scale belongs to the other factor
         return {k: v if k.rpartition("/")[2] in means else v * scale.to(v) for k, v in sums.items()}
 
     def indefinite(self) -> Kron:
@@ -71,16 +75,17 @@ class Kron(BlockDiagonal):
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
             return dense_bytes(moments.weights) if small else 3 * itemsize * moments.weights
-        groups, o, i = moments.factors
-        return 3 * itemsize * groups * (o * o + i * i)
+        groups, b, a = _sides(moments)
+        return 3 * itemsize * groups * (b**2 + (a if moments.diagonal_inputs else a**2))
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p = moments.weights
         if moments.form == "dense":
             return dense_work(moments, vectors) if p <= DENSE_LIMIT else (vectors * p, 0.0)
-        groups, o, i = moments.factors
+        groups, b, a = _sides(moments)
         t = 1 if self.weight_sharing == "reduce" else moments.positions
-        return groups * t * (SYMMETRIC * i * i + vectors * o * o), EIGH * groups * (o**3 + i**3)
+        inputs, decomposed = (1, 0) if moments.diagonal_inputs else (SYMMETRIC * a**2, a**3)
+        return groups * t * (inputs + vectors * b**2), EIGH * groups * (b**3 + decomposed)
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         if "diag" in sums:
@@ -90,11 +95,18 @@ class Kron(BlockDiagonal):
         return KronBlock(sums, shape, self.damping, eigh)
 
 
+def _sides(moments: MomentsOf) -> tuple[int, int, int]:
+    """Groups, and the sides of B and A."""
+    groups, o, i = moments.factors
+    return (groups, i, o) if moments.inputs_left else (groups, o, i)
+
+
 class EigenbasisBlock(Block):
     """A block that is diagonal in a Kronecker product of two bases, O x I for each group (a bias is O x 1)."""
 
-    left: Basis  # (Gr, O, O)
-    right: Basis  # (Gr, I, I)
+    left: Basis | None  # (Gr, O, O)
+    right: Basis | None  # (Gr, I, I)
+    like: Tensor  # of its dtype and device
 
     @abstractmethod
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (Gr, O, I)
@@ -109,7 +121,7 @@ class EigenbasisBlock(Block):
         return KronGaussian(self.eigenvalues(scale, precision.reshape(())), self)
 
     def matrix(self) -> Tensor:
-        one = self.left.vectors.new_ones(())
+        one = self.like.new_ones(())
         return KronGaussian(self.eigenvalues(one, 0 * one), self).precision_matrix()
 
 
@@ -118,18 +130,25 @@ class KronBlock(EigenbasisBlock):
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
-        self.alpha, self.right = eigh(sums["A"] / sums["count"].to(sums["A"]))  # (Gr, I)
-        self.beta, self.left = eigh(sums["B"])  # (Gr, O)
+        self.inputs_left = "A_left" in sums
+        a = sums["A_left" if self.inputs_left else "A"]
+        a = a / sums["count"].to(a)
+        self.alpha, inputs = eigh(a) if a.dim() == 3 else (a.to(eigh.dtype), None)  # (Gr, I)
+        self.beta, outputs = eigh(sums["B"])  # (Gr, O)
+        self.left, self.right = (inputs, outputs) if self.inputs_left else (outputs, inputs)
+        self.like = self.beta
         self.damping = damping if len(shape) > 1 else False
         self.commutes = not self.damping
 
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:
-        alpha, beta = self.alpha.unsqueeze(1), (scale * self.beta).unsqueeze(2)
+        columns, rows = (2, 1) if self.inputs_left else (1, 2)
+        alpha, beta = self.alpha.unsqueeze(columns), (scale * self.beta).unsqueeze(rows)
         if not self.damping:
             return beta * alpha + delta
         root, pi = delta.sqrt(), 1.0
         if self.damping == "balanced":
-            pi = (alpha.mean(2, True) / beta.mean(1, True)).nan_to_num(1.0).clamp(1e-12, 1e12).sqrt()
+            means = alpha.mean((1, 2), True) / beta.mean((1, 2), True)
+            pi = means.nan_to_num(1.0).clamp(1e-12, 1e12).sqrt()
         return (beta + root / pi) * (alpha + root * pi)
 
 
@@ -156,16 +175,18 @@ class KronGaussian(BlockGaussian):
         return self._out(self._into(eps) * self.variances.sqrt())  # whatever basis eigh chose
 
     def marginal_variances(self) -> Tensor:
-        return (self.block.left.squares.mT @ self.variances @ self.block.right.squares).flatten()
+        left, right = self.block.left, self.block.right
+        variances = self.variances if left is None else left.squares.mT @ self.variances
+        return (variances if right is None else variances @ right.squares).flatten()
 
     def quadratic(self, vector: Tensor) -> Tensor:
         return (self._into(vector).square() * self.eigenvalues).sum((-3, -2, -1))
 
     def precision_matrix(self) -> Tensor:
+        _, o, i = self.eigenvalues.shape
+        lefts, rights = _written(self.block.left, o, self.eigenvalues), _written(self.block.right, i, self.eigenvalues)
         blocks = []
-        for left, right, values in zip(
-            self.block.left.vectors, self.block.right.vectors, self.eigenvalues, strict=True
-        ):
+        for left, right, values in zip(lefts, rights, self.eigenvalues, strict=True):
             basis = torch.kron(left, right)
             blocks.append((basis * values.flatten()) @ basis.T)
         return torch.block_diag(*blocks)
@@ -181,7 +202,17 @@ class KronGaussian(BlockGaussian):
         return variances.sum(), variances.square().sum()
 
     def _into(self, vectors: Tensor) -> Tensor:  # (..., p) -> (..., Gr, O, I)
-        return self.block.left.vectors.mT @ vectors.unflatten(-1, self.eigenvalues.shape) @ self.block.right.vectors
+        matrices = vectors.unflatten(-1, self.eigenvalues.shape)
+        return rotate_left(rotate_right(matrices, self.block.right), self.block.left)
 
     def _out(self, matrices: Tensor) -> Tensor:  # (..., Gr, O, I) -> (..., p)
-        return (self.block.left.vectors @ matrices @ self.block.right.vectors.mT).flatten(-3)
+        left, right = self.block.left, self.block.right
+        matrices = matrices if left is None else left.vectors @ matrices
+        return (matrices if right is None else matrices @ right.vectors.mT).flatten(-3)
+
+
+def _written(basis: Basis | None, side: int, like: Tensor) -> Tensor:  # (Gr, side, side)
+    """The vectors of a basis, those of unit vectors included."""
+    if basis is not None:
+        return basis.vectors
+    return torch.eye(side, dtype=like.dtype, device=like.device).expand(like.shape[0], side, side)

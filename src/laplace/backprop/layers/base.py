@@ -41,11 +41,28 @@ class Call:
         return tensor.expand(self.n, *tensor.shape[1:]) if split is None else split
 
 
+@dataclass(frozen=True)
+class Inner:
+    """Linear maps inside a module that is opened: what they read and returned, and the parameters they used."""
+
+    part: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    keys: tuple[str, ...]
+
+
 class Rule(ABC):
     """One kind of layer."""
 
     name: str
     whole = False  # whether it explains the network as a whole, not the calls of a module
+    opens = False  # whether it runs the module itself, to see its inner maps: they take the place of the module's calls
+    checked = False  # whether it is the user's own: that it is wrong is an error, not a reason to take another
+    below: tuple[str, ...] = ()  # parameters of submodules that are never called
+
+    def opened(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Inner]]:
+        """What the module returns, computed step by step; raises what it likes where it cannot."""
+        raise NotImplementedError
 
     @abstractmethod
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:

@@ -28,6 +28,11 @@ class Linear(Rule):
         return uses
 
 
+def columns(t: Tensor) -> Tensor:  # (..., T, D) -> (..., 1, D, T)
+    """Positions as columns, in one group."""
+    return t.mT.unsqueeze(-3)
+
+
 def bias(g: Tensor, weight: Outer | None, first: bool) -> Outer:  # (K, N, Gr, O, T)
     """A bias is a weight with constant input 1, its g summed over positions: exact."""
     g = (g if g.shape[4] == 1 else g.sum(4, keepdim=True)).flatten(2, 3).unsqueeze(2)

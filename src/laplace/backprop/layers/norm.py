@@ -1,4 +1,7 @@
-"""Normalisation with an affine map: output = weight * x_hat + bias, x_hat the input normalised without it."""
+"""Normalisation with an affine map: output = weight * x_hat + bias, x_hat the input normalised without it.
+
+LayerNorm, RMSNorm, GroupNorm, InstanceNorm, and BatchNorm in eval mode.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from laplace.backprop.uses import Dense, Use
 
 
 class Norm(Rule):
-    """G_w = sum over positions of g * x_hat; G_b = sum of g. BatchNorm in eval mode, LayerNorm, GroupNorm."""
+    """G_w = sum over positions of g * x_hat; G_b = sum of g."""
 
     name = "norm"
 
@@ -29,9 +32,13 @@ class Norm(Rule):
 def _normalised(module: nn.Module, x: Tensor) -> Tensor:
     if isinstance(module, nn.LayerNorm):
         return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.running_mean is None:
+        return F.instance_norm(x, eps=module.eps)
     if isinstance(module, nn.GroupNorm):
         return F.group_norm(x, module.num_groups, eps=module.eps)
-    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    assert isinstance(module, nn.modules.batchnorm._NormBase)
     batch_statistics = module.running_mean is None  # examples interact: the audit says so
     mean, var = (None if t is None else t.to(x.dtype) for t in (module.running_mean, module.running_var))
     return F.batch_norm(x, mean, var, training=batch_statistics, eps=module.eps)
@@ -39,7 +46,7 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
 
 def _onto_parameter(module: nn.Module, g: Tensor, framed: bool) -> Tensor:  # (K, N, ...) -> (K, N, p)
     """Summed over the positions that share a weight: all but the normalised dimensions, or all but the channels."""
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         kept = len(module.normalized_shape)
         return g.flatten(2, -kept - 1).sum(2).flatten(2) if g.dim() > 2 + kept else g.flatten(2)
     g = g.sum(2) if framed and g.dim() == 4 else g.flatten(4).sum((2, 4)) if framed else g

@@ -1,0 +1,129 @@
+"""Several weights of one shape in one tensor, above each other: each has its own inputs, and a Kronecker pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.algebra import total
+from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.uses import Outer, Use
+
+_ALL = slice(None)
+
+
+@dataclass
+class Stacked(Use):
+    """Outer products of one group each, one per part of the tensor's rows."""
+
+    outers: list[Outer]
+    form = "kron"
+
+    def __post_init__(self) -> None:
+        self.first = self.outers[0].first
+
+    @property
+    def g(self) -> Tensor:  # type: ignore[override]
+        return self.outers[0].g
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        k, n, p = self.outers[0].shape
+        return k, n, p * len(self.outers)
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        """As many groups as parts, O and I."""
+        return (len(self.outers), *self.outers[0].factors[1:])
+
+    @property
+    def positions(self) -> int:  # type: ignore[override]
+        """The most that a part has."""
+        return max(outer.positions for outer in self.outers)
+
+    @property
+    def held(self) -> int:
+        return sum(outer.held for outer in self.outers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(outer.nbytes for outer in self.outers)
+
+    def contracted(self, part: slice) -> Tensor:
+        return torch.cat([outer.contracted(part) for outer in self.outers], 2)
+
+    def joined(self, others: list[Use]) -> Stacked:
+        stacks = [self.outers, *(use.outers for use in others if isinstance(use, Stacked))]
+        return Stacked([first.joined(rest) for first, *rest in zip(*stacks, strict=True)])
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        grams, counts = zip(*(outer.inputs() for outer in self.outers), strict=True)
+        return torch.cat(grams), torch.tensor(counts, dtype=torch.float64, device=grams[0].device).reshape(-1, 1, 1)
+
+    def outputs(self) -> Tensor:
+        return torch.cat([outer.outputs() for outer in self.outers])
+
+    def squares(self) -> Tensor:
+        return torch.cat([outer.squares() for outer in self._chunked])
+
+    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
+        lefts, rights = _bases(left, len(self.outers)), _bases(right, len(self.outers))
+        triples = zip(self._chunked, lefts, rights, strict=True)
+        return torch.cat([outer.squares_in(one, other) for outer, one, other in triples])
+
+    def variance(self, spread: Spread) -> Tensor:
+        parts = self._parted(spread)
+        return super().variance(spread) if parts is None else total(o.variance(s) for o, s in parts)
+
+    def covariance(self, spread: Spread) -> Tensor:
+        parts = self._parted(spread)
+        return super().covariance(spread) if parts is None else total(o.covariance(s) for o, s in parts)
+
+    def product(self, spread: Spread, v: Tensor) -> Tensor:
+        parts = self._parted(spread)
+        return super().product(spread, v) if parts is None else total(o.product(s, v) for o, s in parts)
+
+    def joint(self, spread: Spread) -> Tensor:
+        parts = self._parted(spread)
+        return super().joint(spread) if parts is None else total(o.joint(s) for o, s in parts)
+
+    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
+        parts = steps.chunk(len(self.outers), 1)
+        return total(outer.along(some, part) for outer, some in zip(self._chunked, parts, strict=True))
+
+    def back(self, coefficients: Tensor) -> Tensor:
+        return torch.cat([outer.back(coefficients) for outer in self._chunked], 1)
+
+    def cross(self, other: Use) -> Tensor:
+        if not isinstance(other, Stacked):
+            return super().cross(other)
+        return total(x.cross(y) for x, y in zip(self._chunked, other.outers, strict=True))
+
+    def cross_each(self, other: Use) -> Tensor:
+        if not isinstance(other, Stacked):
+            return super().cross_each(other)
+        return total(x.cross_each(y) for x, y in zip(self._chunked, other.outers, strict=True))
+
+    def double(self) -> Stacked:
+        return Stacked([outer.double() for outer in self.outers]).within(self.chunk)
+
+    @property
+    def _chunked(self) -> list[Outer]:
+        for outer in self.outers:
+            outer.chunk = self.chunk
+        return self.outers
+
+    def _parted(self, spread: Spread) -> list[tuple[Outer, Spread]] | None:
+        """The covariance of each part; None where it has other bases than a pair for each."""
+        variances, count = spread.variances, len(self.outers)
+        if variances.shape != self.factors and (spread.left is not None or spread.right is not None):
+            return None
+        lefts, rights = _bases(spread.left, count), _bases(spread.right, count)
+        spreads = map(Spread, variances.reshape(self.factors).split(1), lefts, rights)
+        return list(zip(self._chunked, spreads, strict=True))
+
+
+def _bases(basis: Basis | None, count: int) -> list[Basis] | list[None]:
+    return [None] * count if basis is None else [Basis(vectors) for vectors in basis.vectors.split(1)]
