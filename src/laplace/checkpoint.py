@@ -133,7 +133,10 @@ def _layout(state: Mapping[str, Any]) -> Layout:
 def _points(la: Laplace, state: Mapping[str, Any]) -> Points | None:
     """The kept points, where there are some."""
     inputs, vectors = (state.get(_POINTS + key, ()) for key in ("inputs", "vectors"))
-    parts = [Batch(i, Inputs(x, keys=la._keys), y) for i, (x, y) in enumerate(zip(inputs, vectors, strict=True))]
+    parts = [
+        Batch(i, Inputs(x, keys=la._keys, pairs=la._keys.pairs), y)
+        for i, (x, y) in enumerate(zip(inputs, vectors, strict=True))
+    ]
     return Points(parts) if parts else None
 
 
@@ -153,7 +156,7 @@ def _sums(state: Mapping[str, Any], prefix: str) -> Sums:
 def options_of(la: Laplace) -> dict[str, Any]:
     """What must be equal for two posteriors to be of one kind."""
     return {
-        "likelihood": la.likelihood.name,
+        "likelihood": la.likelihood.described,
         "structure": la.structure.described,
         "curvature": la.curvature,
         "subset_of_weights": la._subset.label,

@@ -52,8 +52,8 @@ class Spread:
 class MomentsOf(Protocol):
     """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
 
-    def inputs(self) -> tuple[Tensor, int]:
-        """sum of a a^T, (Gr, I, I), and over how many a."""
+    def inputs(self) -> tuple[Tensor, float]:
+        """sum of a a^T, (Gr, I, I), and over how many a; examples that count more than once do so in both."""
         ...
 
     def input_rows(self) -> Tensor | None:

@@ -33,6 +33,7 @@ class Use(ABC):
     positions: int = 1  # T
     chunk: int = 2**23  # numbers of G contracted at a time
     first: bool = True
+    counts: Tensor | None = None  # (N,), how often each example counts; None: once
 
     @property
     @abstractmethod
@@ -80,7 +81,7 @@ class Use(ABC):
     def factors(self) -> tuple[int, int, int]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
-    def inputs(self) -> tuple[Tensor, int]:
+    def inputs(self) -> tuple[Tensor, float]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def input_rows(self) -> Tensor | None:
@@ -351,13 +352,23 @@ class Outer(Use):
     def at(self, index: Tensor) -> Entries:
         return Entries(self, index)
 
-    def inputs(self) -> tuple[Tensor, int]:
+    def inputs(self) -> tuple[Tensor, float]:
         n, _, _, t = self.a.shape
+        if self.counts is not None:
+            return self._counted(self.counts, t)
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
+
+    def _counted(self, counts: Tensor, t: int) -> tuple[Tensor, float]:
+        """The same where examples count differently, some at a time."""
+        scale = counts.sqrt().reshape(-1, 1, 1, 1)
+        rows = (self.a.read(part).to(self.g.dtype) * scale[part] for part in self.parts())
+        found = total(grams(a.mean(3, keepdim=True) if self.reduce else a) for a in rows)
+        return found, float(counts.double().sum()) * (1 if self.reduce else t)
 
     def input_rows(self) -> Tensor | None:
         n, groups, i, t = self.a.shape
-        return self._all().reshape(n, i) if groups == 1 and t == 1 and i > 1 else None
+        alike = self.counts is None
+        return self._all().reshape(n, i) if alike and groups == 1 and t == 1 and i > 1 else None
 
     def outputs(self) -> Tensor:
         return self._same_g._output_gram
