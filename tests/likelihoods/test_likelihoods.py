@@ -97,12 +97,12 @@ def test_both_roots_are_roots_of_the_fisher(case):
 @every
 def test_drawn_scores_have_mean_zero_and_the_fisher_as_covariance(case):
     f, y = case.data(n=2)
-    drawn = case.likelihood.drawn_scores(f, y, 40_000, torch.Generator().manual_seed(0))
+    drawn = case.likelihood.drawn_scores(f, y, 8_000, torch.Generator().manual_seed(0))
     dense = case.likelihood.fisher(f).dense()
     scale = float(dense.abs().max())
-    assert float(drawn.mean(0).abs().max()) < 0.03 * scale**0.5
+    assert float(drawn.mean(0).abs().max()) < 0.06 * scale**0.5
     second = torch.einsum("snc,snd->ncd", drawn, drawn) / len(drawn)
-    assert float((second - dense).abs().max()) < 0.06 * scale
+    assert float((second - dense).abs().max()) < 0.12 * scale
 
 
 @every
@@ -277,6 +277,14 @@ def test_categorical_with_options_is_torchs_cross_entropy(smoothing, weights, ig
     torch.testing.assert_close(likelihood.fisher(f, targets.y).weighted(targets.weights).dense(), bend)
     root = likelihood.fisher(f, targets.y).weighted(targets.weights).root()
     torch.testing.assert_close(torch.einsum("knc,knd->ncd", root, root), bend)
+
+
+def test_smoothed_labels_leave_the_drawn_scores_a_root_of_the_fisher():
+    f, y = CASES[0].data(n=2)
+    likelihood = Categorical(label_smoothing=0.3)
+    drawn = likelihood.drawn_scores(f, y, 20_000, torch.Generator().manual_seed(0))
+    second = torch.einsum("snc,snd->ncd", drawn, drawn) / len(drawn)
+    assert float((second - likelihood.fisher(f).dense()).abs().max()) < 0.01
 
 
 def test_from_log_prob_of_a_known_likelihood_is_that_likelihood():

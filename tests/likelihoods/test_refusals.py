@@ -9,6 +9,7 @@ from torch import nn
 from laplace import Laplace, Ordinal, from_log_prob
 from laplace.errors import InputError, OptionError, UnsupportedError
 from laplace.likelihoods import Categorical, Gaussian
+from laplace.tuning.lula import with_uncertainty_units
 
 X = torch.randn(4, 3)
 LONG = torch.tensor([0, 1, 1, 0])
@@ -96,6 +97,8 @@ def test_pairs_that_are_none():
         fitted("reward_modeling", 2, LONG, x=pairs)
     with pytest.raises(InputError, match=r"lie in \[0, 2\]; preferences need labels in \[0, 1\]"):
         fitted("reward_modeling", 1, LONG * 2, x=pairs)
+    with pytest.raises(UnsupportedError, match="single inputs"):
+        with_uncertainty_units(nn.Linear(3, 1), "reward_modeling", [(pairs, LONG)], [X])
     la = fitted("reward_modeling", 1, LONG, x=pairs)
     with pytest.raises(UnsupportedError, match="without it"):
         la.tune(method="validation", val_loader=[(pairs, LONG)], ood_loader=[X])

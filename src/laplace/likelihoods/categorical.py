@@ -52,11 +52,9 @@ class Categorical(Likelihood):
     @property
     def described(self) -> str:
         weights = None if self.class_weights is None else self.class_weights.tolist()
-        options = {"label_smoothing": self.label_smoothing, "class_weights": weights, "ignore_index": self.ignore_index}
-        given = [
-            f"{key}={value}" for key, value in options.items() if value not in (0.0, None) or key == "ignore_index"
-        ]
-        given = [text for text in given if not text.endswith("=None")]
+        smoothing = self.label_smoothing or None
+        options = {"label_smoothing": smoothing, "class_weights": weights, "ignore_index": self.ignore_index}
+        given = [f"{key}={value}" for key, value in options.items() if value is not None]
         return self.name + (f"({', '.join(given)})" if given else "")
 
     def check_outputs(self, f: Tensor) -> None:

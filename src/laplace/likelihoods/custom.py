@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Normal
 
 from laplace.curvature.output import OutputCurvature
 from laplace.draws import Draws
@@ -120,17 +120,23 @@ class Custom(Likelihood):
         return f if self._inverse_link is None else self._inverse_link(f)
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        """Of the outputs: that of y is not known."""
-        return _LATENT.distribution(outputs, p, sigma)
+        """Of what the outputs stand for, as a normal with its mean and variance: that of y is not known."""
+        if p is None:
+            return _LATENT.distribution(outputs, p, sigma)
+        variance = self.uncertainty(outputs, p, sigma, Draws(_DRAWS))[0]
+        return Normal(p, variance.clamp(min=torch.finfo(p.dtype).tiny).sqrt())
 
     def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        return _LATENT.uncertainty(outputs, p, sigma, draws)
+        """The variance of what the outputs stand for, and nothing of y itself."""
+        if p is None:
+            return _LATENT.uncertainty(outputs, p, sigma, draws)
+        variance = torch.cat([self.inverse_link(part).var(0) for part in outputs.draws(_seeded(outputs))])
+        return variance, torch.zeros_like(variance)
 
     def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
         """log of the mean of p(y given f) over draws of f, which are the same each time."""
-        generator = torch.Generator(outputs.mean.device).manual_seed(0)
         parts, start = [], 0
-        for drawn in outputs.draws(Draws(_DRAWS, generator)):
+        for drawn in outputs.draws(_seeded(outputs)):
             rows = y[start : start + drawn.shape[1]]
             start += drawn.shape[1]
             parts.append(torch.stack([self.fn(f, rows) for f in drawn]).logsumexp(0) - math.log(len(drawn)))
@@ -151,3 +157,7 @@ class Custom(Likelihood):
         if not bend.isfinite().all():
             raise InputError("the second derivative of the function given to from_log_prob is NaN or infinite.")
         return (bend + bend.mT) / 2
+
+
+def _seeded(outputs: Outputs) -> Draws:
+    return Draws(_DRAWS, torch.Generator(outputs.mean.device).manual_seed(0))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laplace.algebra import total
 from laplace.draws import Draws
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 
@@ -109,8 +110,7 @@ class Quadrature:
 
     def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
         nodes, weights = hermite(f)
-        values = torch.stack([self.inverse_link(f + node * variance.sqrt()) for node in nodes])
-        return torch.einsum("q,q...->...", weights, values)
+        return total(w * self.inverse_link(f + node * variance.sqrt()) for node, w in zip(nodes, weights, strict=True))
 
 
 def hermite(like: Tensor, order: int = 64) -> tuple[Tensor, Tensor]:  # (Q,), (Q,)
