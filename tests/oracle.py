@@ -386,3 +386,93 @@ def kron_over_time(tasks: list[tuple[nn.Module, Tensor, Tensor, float]], names: 
             a, count = a + inputs.T @ inputs, count + len(x)
         blocks.append(torch.kron(b, a / count))
     return torch.block_diag(*blocks)
+
+
+CUTS = [-1.0, 0.5, 1.0]  # of the oracle's ordinal likelihood, four classes
+
+
+def log_probs(task: str, f: Tensor, y: Tensor) -> Tensor:
+    """log p(y given f) for rows f (M, C) and y (M, ...), of every likelihood, from its definition."""
+    if task == "classification":
+        return (f.exp() / f.exp().sum(-1, keepdim=True)).gather(1, y[:, None])[:, 0].log()
+    if task == "regression":
+        return torch.distributions.Normal(f, 1.0).log_prob(y).sum(-1)
+    if task in ("binary", "multilabel", "reward_modeling"):
+        p = 1 / (1 + (-f).exp())
+        return (y * p.log() + (1 - y) * (1 - p).log()).sum(-1)
+    if task == "poisson":
+        return torch.distributions.Poisson(f.exp()).log_prob(y).sum(-1)
+    if task == "heteroscedastic":
+        c = f.shape[1] // 2
+        return torch.distributions.Normal(f[:, :c], (f[:, c:] / 2).exp()).log_prob(y).sum(-1)
+    assert task == "ordinal"
+    below = 1 / (1 + (f - torch.tensor(CUTS, dtype=f.dtype)).exp())  # P(y <= k)
+    cumulative = torch.cat([torch.zeros_like(f), below, torch.ones_like(f)], 1)
+    return cumulative.diff(dim=1).gather(1, y[:, None])[:, 0].log()
+
+
+def score_rows(task: str, f: Tensor, y: Tensor) -> Tensor:
+    """d log p / df of each row, by autograd."""
+    f = f.clone().requires_grad_()
+    return torch.autograd.grad(log_probs(task, f, y).sum(), f)[0]
+
+
+def normal_nodes(c: int, order: int = 40) -> tuple[Tensor, Tensor]:
+    """Nodes (M, c) and weights (M,) of Gauss and Hermite for c independent standard normal numbers."""
+    nodes, weights = (torch.from_numpy(a) for a in __import__("numpy").polynomial.hermite_e.hermegauss(order))
+    grid = torch.cartesian_prod(*[nodes] * c).reshape(-1, c)
+    return grid, torch.cartesian_prod(*[weights / weights.sum()] * c).reshape(-1, c).prod(1)
+
+
+def all_labels(task: str, f: Tensor) -> tuple[Tensor, Tensor]:
+    """For one example's outputs (C,): labels (M, ...) and their probabilities, all of them or a quadrature's nodes."""
+    c = len(f)
+    if task in ("regression", "heteroscedastic"):
+        c = c if task == "regression" else c // 2
+        z, weights = normal_nodes(c)
+        return f[:c] + (z if task == "regression" else z * (f[c:] / 2).exp()), weights
+    if task in ("classification", "ordinal"):
+        y = torch.arange(c if task == "classification" else len(CUTS) + 1)
+    else:
+        most = 60 if task == "poisson" else 2
+        y = torch.cartesian_prod(*[torch.arange(float(most), dtype=f.dtype)] * c).reshape(-1, c)
+    return y, log_probs(task, f.expand(len(y), -1), y).exp()
+
+
+def fisher(task: str, f: Tensor) -> Tensor:
+    """E over y of score score^T for rows f (N, C), by adding up over all labels, (N, C, C)."""
+    out = []
+    for row in f:
+        y, p = all_labels(task, row)
+        s = score_rows(task, row.expand(len(y), -1), y)
+        out.append(torch.einsum("m,mc,md->cd", p, s, s))
+    return torch.stack(out)
+
+
+def bend_rows(task: str, f: Tensor, y: Tensor) -> Tensor:
+    """-d2 log p / df2 of each row, by autograd, (N, C, C)."""
+    return -torch.stack(
+        [
+            torch.autograd.functional.hessian(lambda g, y=b: log_probs(task, g[None], y[None])[0], a)
+            for a, b in zip(f, y, strict=True)
+        ]
+    )
+
+
+def weighted_fit(
+    model: nn.Module, names: list[str], x: Tensor, y: Tensor, task: str, weights: Tensor, pairs: bool = False
+) -> Dense:
+    """The posterior's ingredients from the likelihood's definition, example n counted weights[n] times.
+
+    With `pairs`, x is (N, 2, ...) and f the second's output minus the first's.
+    """
+    if pairs:
+        f = (model(x[:, 1]) - model(x[:, 0])).detach()
+        jac = jacobian(model, names, x[:, 1]) - jacobian(model, names, x[:, 0])
+    else:
+        f, jac = model(x).detach(), jacobian(model, names, x)
+    parameters = dict(model.named_parameters())
+    h = torch.einsum("n,ncp,ncd,ndq->pq", weights, jac, fisher(task, f), jac)
+    mean = torch.cat([parameters[k].detach().flatten() for k in names])
+    loglik = (weights * log_probs(task, f, y)).sum()
+    return Dense(task, [parameters[k].numel() for k in names], mean, h, lambda sigma: loglik)

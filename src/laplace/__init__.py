@@ -13,7 +13,7 @@ from laplace.enums import (
 from laplace.enums import Likelihood as Likelihood
 from laplace.laplace import Laplace
 from laplace.layers import register_rule
-from laplace.likelihoods import Categorical, Gaussian
+from laplace.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Ordinal, from_log_prob
 from laplace.online import marglik_training
 from laplace.predictive import Prediction
 from laplace.preview import plan
@@ -26,14 +26,17 @@ __all__ = [
     "FeatureReduction",
     "Gaussian",
     "HessianStructure",
+    "HeteroscedasticGaussian",
     "Laplace",
     "Likelihood",
     "LinkApprox",
+    "Ordinal",
     "PredType",
     "Prediction",
     "PriorStructure",
     "SubsetOfWeights",
     "TuningMethod",
+    "from_log_prob",
     "marglik_training",
     "plan",
     "register_rule",

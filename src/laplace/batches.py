@@ -1,8 +1,9 @@
 """What a batch is, how the network is called on one, and where its logits are.
 
-A batch of training data is a pair `(x, y)` or a mapping that holds the labels under a key. `x` is a tensor, a tuple of
-tensors (several inputs, passed positionally), or a mapping. A mapping goes to the network as keyword arguments where
-its `forward` names the mapping's keys (Hugging Face), and as one positional argument where it does not.
+A batch of training data is a pair `(x, y)` or a mapping that holds the labels under a key; weights of the examples are
+a third element, or under the key `weights`. `x` is a tensor, a tuple of tensors (several inputs, passed positionally),
+or a mapping. A mapping goes to the network as keyword arguments where its `forward` names the mapping's keys (Hugging
+Face), and as one positional argument where it does not.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import length_hint
 from typing import Any
 
@@ -26,10 +27,17 @@ from laplace.precision import as_called
 
 @dataclass(frozen=True)
 class Keys:
-    """Under which keys a mapping holds the main input and the labels."""
+    """Under which keys a mapping holds the main input, the labels and what else belongs to them; what an example is."""
 
     x: str = "input_ids"
     y: str = "labels"
+    further: tuple[str, ...] = ()  # what a likelihood needs beside the labels, the tuple's elements after them
+    pairs: bool = False  # whether examples are pairs of inputs
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """What a batch may hold after its labels."""
+        return (*self.further, "weights")
 
 
 @dataclass(frozen=True)
@@ -39,15 +47,37 @@ class Inputs:
     x: Any
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     keys: Keys = field(default_factory=Keys)
+    pairs: bool = False  # whether every tensor is of pairs, (B, 2, ...), and the output is that of their differences
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """The same with f of every tensor in x."""
-        return Inputs(_map_tensors(self.x, f), self.kwargs, self.keys)
+        return replace(self, x=_map_tensors(self.x, f))
+
+    @classmethod
+    def paired(cls, first: Any, second: Any, kwargs: Mapping[str, Any], keys: Keys) -> Inputs:
+        """Pairs of two batches of inputs."""
+        others = list(_tensors(second))
+        shapes = [t.shape for t in _tensors(first)]
+        if type(first) is not type(second) or not shapes or shapes != [t.shape for t in others]:
+            raise InputError(
+                f"{described(first, {})} and {described(second, {})} cannot be compared one by one; two batches of the "
+                "same shapes are needed."
+            )
+        rest = iter(others)
+        return cls(_map_tensors(first, lambda t: torch.stack([t, next(rest)], 1)), kwargs, keys, pairs=True)
+
+    def singles(self) -> Inputs:
+        """The inputs of all pairs one after the other, (2 B, ...)."""
+        return replace(self.map(lambda t: t.flatten(0, 1)), pairs=False) if self.pairs else self
+
+    def combined(self, t: Tensor) -> Tensor:  # (2 B, ...) -> (B, ...)
+        """What the examples have of what the single inputs have: of a pair the second minus the first."""
+        return t.unflatten(0, (-1, 2)).diff(dim=1).squeeze(1) if self.pairs else t
 
     def to(self, device: torch.device) -> Inputs:
         """The same inputs on `device`."""
         kwargs = _map_tensors(dict(self.kwargs), lambda t: t.to(device))
-        return Inputs(_map_tensors(self.x, lambda t: t.to(device)), kwargs, self.keys)
+        return replace(self.map(lambda t: t.to(device)), kwargs=kwargs)
 
     def normal_tensors(self) -> Inputs:
         """The same with tensors that were made in inference mode copied, so that autograd can work on them."""
@@ -67,7 +97,7 @@ class Inputs:
         if self.size is None:
             return self
         kwargs = {k: v[start:stop] if _leads(v, self.size) else v for k, v in self.kwargs.items()}
-        return Inputs(self.map(lambda t: t[start:stop]).x, kwargs, self.keys)
+        return replace(self.map(lambda t: t[start:stop]), kwargs=kwargs)
 
     def tensors(self) -> list[Tensor]:
         """All tensors in x."""
@@ -80,25 +110,25 @@ class Inputs:
 
     def call_with(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Tensor:
         """The network's logits with some parameters replaced; the network itself is not written to."""
-        args, named = self._arguments(model)
+        args, named = self.singles()._arguments(model)
         with as_called():
-            return logits(functional_call(model, dict(parameters), args, {**named, **self.kwargs}))
+            return self.combined(logits(functional_call(model, dict(parameters), args, {**named, **self.kwargs})))
 
     def call(self, model: nn.Module) -> Tensor:
         """The network's logits on these inputs."""
-        args, named = self._arguments(model)
+        args, named = self.singles()._arguments(model)
         try:
             with as_called():
                 output = model(*args, **named, **self.kwargs)
         except (TypeError, RuntimeError) as error:
             if isinstance(error, (LaplaceError, torch.OutOfMemoryError)):
                 raise
-            raise ModelError(f"the network failed on {described(self.x, self.kwargs)}: {error}") from error
-        return logits(output)
+            raise ModelError(f"the network failed on {described(self.singles().x, self.kwargs)}: {error}") from error
+        return self.combined(logits(output))
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
-            return (), {k: v for k, v in self.x.items() if k != self.keys.y}
+            return (), {k: v for k, v in self.x.items() if k not in (self.keys.y, *self.keys.given)}
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
 
 
@@ -109,30 +139,56 @@ class Batch:
     index: int
     inputs: Inputs
     y: Tensor
+    given: Mapping[str, Tensor] = field(default_factory=dict)  # what else is said of the examples, such as `weights`
+
+    def labels(self, start: int, stop: int) -> Batch:
+        """With the labels of some of its examples, and what is said of them."""
+        return replace(self, y=self.y[start:stop], given={k: v[start:stop] for k, v in self.given.items()})
 
 
-def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
-    """Inputs and labels of the `index`-th batch of a loader."""
+def split(batch: Any, keys: Keys, index: int) -> Batch:
+    """The `index`-th batch of a loader."""
     if isinstance(batch, Mapping):
         if keys.y not in batch:
             raise InputError(
                 f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )
-        y, x = batch[keys.y], batch
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) == 2:
-        x, y = batch
+        y, x, given = batch[keys.y], batch, {key: batch[key] for key in keys.given if key in batch}
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and 2 <= len(batch) <= 2 + len(keys.given):
+        x, y = batch[:2]
+        given = dict(zip(keys.given, batch[2:], strict=False))
     else:
         length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise InputError(
-            f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or a mapping with the "
-            "labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
+            f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or {_form(keys)}, or a "
+            "mapping with the labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
         )
-    if not isinstance(y, Tensor):
+    for what, value in {"labels": y, **given}.items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"the {what} of batch {index} are a {type(value).__name__}; needed is a tensor: torch.as_tensor(...)."
+            )
+    inputs = Inputs(x, keys=keys, pairs=keys.pairs)
+    if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys)):
         raise InputError(
-            f"the labels of batch {index} are a {type(y).__name__}; needed is a tensor: torch.as_tensor(y)."
+            f"batch {index} has {described(x, {})} for {len(y)} labels; preferences are between the two inputs of "
+            "pairs, (B, 2, ...): torch.stack([first, second], 1)."
         )
-    return Inputs(x, keys=keys), y
+    if keys.pairs and isinstance(x, Mapping):
+        inputs = replace(inputs, x={k: v for k, v in x.items() if k not in (keys.y, *keys.given)})
+    return Batch(index, inputs, y, given)
+
+
+def _form(keys: Keys) -> str:
+    return f"(x, y, {', '.join(keys.given)})"
+
+
+def _inputs_of(x: Any, keys: Keys) -> list[Tensor]:
+    """All tensors of x but what a mapping says about its examples."""
+    if isinstance(x, Mapping):
+        x = {k: v for k, v in x.items() if k not in (keys.y, *keys.given)}
+    return list(_tensors(x))
 
 
 def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
@@ -150,13 +206,13 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
         )
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
-        inputs, y = split(batch, keys, index)
-        if y.shape[:1] != (0,):
-            yield Batch(index, inputs.to(device), y)
+        found = split(batch, keys, index)
+        if found.y.shape[:1] != (0,):
+            yield replace(found, inputs=found.inputs.to(device))
 
 
 def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool) -> Iterator[Inputs]:
-    """The inputs in `x`: one batch, or the batches `x`, `(x,)`, `(x, y)` or mappings of a loader."""
+    """The inputs in `x`: one batch, or the batches `x`, `(x,)`, `(x, y)`, `(x, y, weights)` or mappings of a loader."""
     if isinstance(x, (Tensor, Mapping, tuple)):
         yield Inputs(x, kwargs, keys)
         return
@@ -165,7 +221,7 @@ def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: 
             f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed."
         )
     for batch in _bar(x, progress, "predict"):
-        one = isinstance(batch, (tuple, list)) and len(batch) in (1, 2)
+        one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given)
         yield Inputs(batch[0] if one else batch, kwargs, keys)
 
 

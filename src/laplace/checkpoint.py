@@ -147,9 +147,9 @@ def _points(la: Laplace, state: Mapping[str, Any]) -> Points | None:
     if INPUTS not in state:
         return None
     pairs = enumerate(zip(state[INPUTS], state[VECTORS], strict=True))
-    return Points(
-        [Batch(i, Inputs(_plain(x), keys=la._keys), y.clone()) for i, (x, y) in pairs], state[NUMBERS].clone()
-    )
+    keys = la._keys
+    parts = [Batch(i, Inputs(_plain(x), keys=keys, pairs=keys.pairs), y.clone()) for i, (x, y) in pairs]
+    return Points(parts, state[NUMBERS].clone())
 
 
 def _plain(x: Any) -> Any:
@@ -168,7 +168,7 @@ def _sums(state: Mapping[str, Any], prefix: str) -> Sums:
 def options_of(la: Laplace) -> dict[str, Any]:
     """What must be equal for two posteriors to be of one kind."""
     return {
-        "likelihood": la.likelihood.name,
+        "likelihood": la.likelihood.described,
         "structure": la.structure.described,
         "curvature": la.curvature,
         "subset_of_weights": la._subset.label,

@@ -39,6 +39,12 @@ class Likelihood(_Name):
     REGRESSION = "regression"
     CLASSIFICATION = "classification"
     REWARD_MODELING = "reward_modeling"
+    BINARY = "binary"
+    MULTILABEL = "multilabel"
+    POISSON = "poisson"
+    HETEROSCEDASTIC = "heteroscedastic"
+    GIVEN_NOISE = "given_noise"
+    ORDINAL = "ordinal"
 
 
 class PredType(_Name):
@@ -53,6 +59,8 @@ class LinkApprox(_Name):
     BRIDGE = "bridge"
     BRIDGE_NORM = "bridge_norm"
     DELTA = "delta"
+    QUADRATURE = "quadrature"
+    EXACT = "exact"
 
 
 class TuningMethod(_Name):

@@ -63,15 +63,13 @@ class StaleWarning(LaplaceWarning):
     """The network's weights are no longer those that the posterior was fitted at."""
 
 
-def choice(value: object, valid: Iterable[str], what: str, to_come: Iterable[str] = ()) -> str:
+def choice(value: object, valid: Iterable[str], what: str) -> str:
     """The option `value` as a plain string, or an error that lists the valid ones."""
     word = str(getattr(value, "value", value))
     valid = list(valid)
     if word in valid:
         return word
     listed = ", ".join(repr(v) for v in valid)
-    if word in to_come:
-        raise UnsupportedError(f"{what}={word!r} is not built yet. There is: {listed}.")
     raise OptionError(f"{what}={shown(value)} is not an option. Valid: {listed}.")
 
 

@@ -16,7 +16,7 @@ from laplace.checkpoints.progress import Progress
 from laplace.curvature import CURVATURES, OutputCurvature
 from laplace.errors import FormChangedError, InputError
 from laplace.gathering import Group, gathered
-from laplace.likelihoods.base import Likelihood
+from laplace.likelihoods.base import Likelihood, Targets
 from laplace.posterior import Fit
 from laplace.structures import STRUCTURES, Pass, Structure, Sums
 from laplace.weights.layout import Layout
@@ -66,6 +66,7 @@ class Accumulator:
         self.totals: Sums = {}  # after all runs so far
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
+        self._counting = False  # whether any example counts
         self._pending: list[Moments] = []
         self._held = 0
         self._like = torch.empty(0)  # of the outputs' dtype and device
@@ -134,6 +135,8 @@ class Accumulator:
 
     def _finish(self) -> None:
         """Make of the run over the data what the structure makes of it."""
+        if not self._counting:
+            raise InputError(f"none of the {self.n_data} examples counts: all are ignored, or have weight 0.")
         with torch.no_grad():
             self._take()
             found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
@@ -154,7 +157,7 @@ class Accumulator:
             if self.progress is not None:
                 self.progress.counted([group] if isinstance(group, Batch) else group.batches(), self._partial)
 
-    def _run_as_one(self, group: Group) -> tuple[Forward, Tensor] | None:
+    def _run_as_one(self, group: Group) -> tuple[Forward, Targets] | None:
         """None where the network does not run on joined batches, or gives other outputs there; then none are joined."""
         run = None
         try:
@@ -167,33 +170,34 @@ class Accumulator:
             self._together = False
         return run if self._together else None
 
-    def _run(self, batch: Batch) -> tuple[Forward, Tensor]:
+    def _run(self, batch: Batch) -> tuple[Forward, Targets]:
         """Run a batch; what is refused is refused here, before anything is added."""
         forward = self.engine.forward(batch.inputs)
         f = forward.outputs
         try:
             self.likelihood.check_outputs(f)
             check_finite(f, "the network's outputs hold")
-            y = self.likelihood.check_targets(f, batch.y.to(f.device))
+            targets = self.likelihood.targets(f, batch)
         except InputError as error:
             raise InputError(f"batch {batch.index}: {error}") from None
         if self.n_outputs not in (0, f.shape[1]):
             raise InputError(
                 f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
             )
-        return forward, y
+        return forward, targets
 
-    def _count(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
+    def _count(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
         f = forward.outputs
         self._like = f[:0]
         with torch.no_grad():
-            self._keep(inputs, forward, y)
-            _add(self.data, self.likelihood.sums(f, y))
+            self._keep(inputs, forward, targets)
+            _add(self.data, self.likelihood.sums(f, targets))
+        self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
         self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
 
-    def _keep(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
+    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
         """What the structure keeps of a batch: its moments, taken now or with those of the next ones."""
-        for moments in self._moments(forward, y):
+        for moments in self._moments(forward, targets):
             self._pending.append(moments)
             self._held += moments.held
             if self._held > _HELD:
@@ -233,16 +237,17 @@ class Accumulator:
         parts = (self.structure, self.likelihood, self.kind, self.layout, mean, self.totals, self.data)
         return Fit(*parts, *counts, linear=self.engine.linear)
 
-    def _moments(self, forward: Forward, y: Tensor) -> Iterator[Moments]:
+    def _moments(self, forward: Forward, targets: Targets) -> Iterator[Moments]:
         if self.kind == "hessian":
-            exact = forward.hessian(lambda f: -self.likelihood.log_prob(f, y).sum())
+            exact = forward.hessian(lambda f: -targets.total(self.likelihood.log_prob(f, targets.y)))
             if exact is not None:
                 yield exact
                 return
-        yield from forward.moments(self._curvature(forward, y))
+        yield from forward.moments(self._curvature(forward, targets))
 
-    def _curvature(self, forward: Forward, y: Tensor) -> OutputCurvature:
-        return CURVATURES[self.kind](self.likelihood, forward.outputs, y, self.samples, self.generator)
+    def _curvature(self, forward: Forward, targets: Targets) -> OutputCurvature:
+        made = CURVATURES[self.kind](self.likelihood, forward.outputs, targets.y, self.samples, self.generator)
+        return made.weighted(targets.weights)
 
     def _take(self) -> None:
         """Take the moments of the batches that were held back: one large product instead of many small ones."""

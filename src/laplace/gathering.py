@@ -46,8 +46,10 @@ class Group:
         return [self._part(start, end, index) for start, end, index in ends]
 
     def _part(self, start: int, end: int, index: int) -> Batch:
-        *inputs, y = [t[start:end] for t in self._tensors]
-        return Batch(index, self._first.inputs.with_tensors(inputs), y)
+        parts = [t[start:end] for t in self._tensors]
+        count = len(parts) - 1 - len(self._first.given)
+        given = dict(zip(self._first.given, parts[count + 1 :], strict=True))
+        return Batch(index, self._first.inputs.with_tensors(parts[:count]), parts[count], given)
 
 
 def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batch | Group]:
@@ -75,14 +77,15 @@ def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batc
 def _kind(batch: Batch) -> Any:
     """What batches must share to be joined; None for those that cannot be."""
     size = batch.inputs.size
-    if size is None or batch.y.shape[:1] != (size,) or not _only_tensors(batch.inputs.x):
+    labels = [batch.y, *batch.given.values()]
+    if size is None or any(t.shape[:1] != (size,) for t in labels) or not _only_tensors(batch.inputs.x):
         return None
     keys = tuple(batch.inputs.x) if isinstance(batch.inputs.x, Mapping) else None
-    return keys, [(t.shape[1:], t.dtype, t.device) for t in _tensors(batch)]
+    return keys, tuple(batch.given), [(t.shape[1:], t.dtype, t.device) for t in _tensors(batch)]
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    return [*batch.inputs.tensors(), batch.y]
+    return [*batch.inputs.tensors(), batch.y, *batch.given.values()]
 
 
 def _only_tensors(x: Any) -> bool:

@@ -61,7 +61,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
     model              the trained network; it is never changed
-    likelihood         'classification', 'regression', or a likelihood object
+    likelihood         'classification', 'regression', 'binary', 'multilabel', 'poisson', 'heteroscedastic',
+                       'given_noise', 'reward_modeling', or a likelihood object, as of `laplace.likelihoods`
     subset_of_weights  'last_layer', 'all' (parameters with requires_grad), 'subnetwork' (with `subnetwork_indices`),
                        globs over names of parameters and modules, or a predicate (name, parameter) -> bool
     hessian_structure  'full'; 'lowrank' (the largest eigenpairs of all weights together); a block per tensor: 'block',
@@ -122,12 +123,17 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self.structure = structure_named(
             hessian_structure, functional_approximation, options, self.curvature, self._subset.label
         )
+        if self.curvature == "hessian" and self._subset.label == "last_layer" and not self.likelihood.hessian_is_fisher:
+            raise UnsupportedError(
+                f"the exact Hessian of a last layer with {self.likelihood.name!r} depends on the labels and may be "
+                "indefinite. Take curvature='ggn', or subset_of_weights= the last layer's name, whose Hessian is exact."
+            )
         if isinstance(self._subset, Choice):
             require_served(self.structure, self._subset.select(model).layout)
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
         self._temperature = _checked_temperature(temperature)
         self.enable_backprop = enable_backprop
-        self._keys = Keys(dict_key_x, dict_key_y)
+        self._keys = Keys(dict_key_x, dict_key_y, self.likelihood.further, self.likelihood.pairs)
         self._weights: LastLayer | Selection | None = None
         self._plan: Plan | None = None
         self._budget = self.structure.budget = Budget(memory_budget)
@@ -165,8 +171,12 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
 
     @property
     def sigma_noise(self) -> Tensor:
-        """Standard deviation of the observation noise (regression). Setting it needs no refit."""
-        return self._sigma
+        """Standard deviation of the observation noise (regression). Setting it needs no refit.
+
+        One number, or one per output. Of a vector, fit takes in the relation of the outputs' noise to each other; after
+        that, one number sets the level of all (their geometric mean), and so does tuning.
+        """
+        return self.likelihood.noise_at(self._sigma)
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
@@ -196,9 +206,10 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     ) -> Laplace:
         """Run the network once over the data and keep the sums of its curvature; `override=False` adds to them.
 
-        Batches are pairs `(x, y)` or mappings. `generator` is what curvature 'mc' and 'sketch' draw from. Where a batch
-        is refused, the error names it and the posterior stays as it was. To the file `checkpoint` the sums so far are
-        written `every` so many batches; after an interruption the same call goes on from there, and removes it.
+        Batches are pairs `(x, y)`, or `(x, y, weights)` with one weight per example, or mappings. `generator` is what
+        curvature 'mc' and 'sketch' draw from. Where a batch is refused, the error names it and the posterior stays as
+        it was. To the file `checkpoint` the sums so far are written `every` so many batches; after an interruption the
+        same call goes on from there, and removes it.
         """
         self._require_rereading(train_loader, override)
         stream = self._training(train_loader, progress_bar)
@@ -400,14 +411,15 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._prior = prior
 
     def _checked_sigma(self, value: float | Tensor) -> Tensor:
-        sigma = own(positive(value, "sigma_noise"))
-        if sigma.numel() != 1:
-            raise OptionError(f"sigma_noise has {sigma.numel()} values; one for all outputs is needed.")
-        if not self.likelihood.has_noise and float(sigma) != 1:
+        """One level of noise, (); what the outputs' noise is relative to each other is the likelihood's."""
+        likelihood, level = self.likelihood.with_noise(own(positive(value, "sigma_noise")))
+        if likelihood is not self.likelihood and self._fitted is not None:
             raise OptionError(
-                f"sigma_noise={float(sigma):g}: {self.likelihood.name} has no observation noise; leave it at 1."
+                "the noise of the outputs relative to each other is part of the curvature; after fit, sigma_noise can "
+                "be scaled as a whole: give one number. For another relation make a new Laplace(..., sigma_noise=...)."
             )
-        return sigma.reshape(())
+        self.likelihood = likelihood
+        return level
 
     def _notice_changes(self) -> None:
         """Warn once where the network is no longer the one that was fitted."""

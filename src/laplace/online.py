@@ -111,7 +111,7 @@ def marglik_training(
         )
     optimizer = optimizer_cls((p for p in model.parameters() if p.requires_grad), **_without_decay(optimizer_kwargs))
     scheduler = scheduler_cls(optimizer, **dict(scheduler_kwargs or {})) if scheduler_cls is not None else None
-    data = _Data(train_loader, model, Keys(dict_key_x, dict_key_y))
+    data = _Data(train_loader, model, la._keys)
     training = _Training(la, data, optimizer, scheduler, tuning, generator_or_none(generator))
     was_training = model.training
     try:
@@ -208,7 +208,7 @@ class _Training:
     def _epoch(self, layout: Layout) -> float:
         """One run over the data; returns the negative log joint per example, as it was on the way."""
         la, total = self.la, 0.0
-        prior, sigma = la.prior.detached(), la.sigma_noise.detach()
+        prior, sigma = la.prior.detached(), la._sigma.detach()
         unit = la.likelihood.curvature_scale("ggn", sigma) / la.temperature  # so that the step size means the same
         la.model.train()
         for batch in self.data:
@@ -229,10 +229,10 @@ class _Training:
         try:
             likelihood.check_outputs(f)
             check_finite(f.detach(), "the network's outputs hold")
-            y = likelihood.check_targets(f, batch.y.to(f.device))
+            targets = likelihood.targets(f, batch)
         except InputError as error:
             raise InputError(f"epoch {len(self.losses) + 1}, batch {batch.index}: {error}") from None
-        return likelihood.log_prob(f, y, sigma.to(f)).mean()
+        return targets.total(likelihood.log_prob(f, targets.y, sigma.to(f))) / len(f)
 
     def _where(self) -> dict[str, Any]:
         """Weights and hyperparameters."""
@@ -259,7 +259,7 @@ class _Training:
         """What must be the same for a training to go on."""
         la, tuning = self.la, self.tuning
         return {
-            "likelihood": la.likelihood.name,
+            "likelihood": la.likelihood.described,
             "hessian_structure": la.structure.described,
             "curvature": la.curvature,
             "weights": list(layout.names),

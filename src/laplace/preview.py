@@ -125,8 +125,8 @@ def _first(batch: Any) -> Any:
 
 
 def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Structure]) -> Preview:
-    inputs, y = split(batch, la._keys, 0)
-    inputs, y = inputs.to(device_of(la.model)).part(0, _EXAMPLES), y[:_EXAMPLES]
+    some = split(batch, la._keys, 0).labels(0, _EXAMPLES)
+    inputs = some.inputs.to(device_of(la.model)).part(0, _EXAMPLES)
     weights = la._find_weights(inputs, keep=False)
     engine = la._engine(weights)
     engine.forward(inputs)  # makes the plan
@@ -134,8 +134,7 @@ def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Struc
     with counter:
         forward = engine.forward(inputs)
     f = forward.outputs
-    la.likelihood.check_outputs(f)
-    y = la.likelihood.check_targets(f, y.to(f.device))
+    y = la.likelihood.targets(f, some).y
     kind = "ggn" if la.curvature == "hessian" else la.curvature
     n, once = len(f), counter.get_total_flops()
     with torch.no_grad():

@@ -16,7 +16,10 @@ def summary(la: Laplace) -> str:
     """A readable description of a Laplace object, fitted or not."""
     rows = [
         ("network", type(la.model).__name__),
-        ("likelihood", la.likelihood.name + (f", noise {_shown(la.sigma_noise)}" if la.likelihood.has_noise else "")),
+        (
+            "likelihood",
+            la.likelihood.described + (f", noise {_shown(la.sigma_noise)}" if la.likelihood.has_noise else ""),
+        ),
         ("structure", f"{la.structure.described}; curvature {la.curvature}"),
         ("prior", f"precision {_shown(la.prior_precision)}, mean {_shown(la.prior_mean)}" + _earlier(la)),
     ]

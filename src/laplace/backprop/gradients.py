@@ -83,8 +83,11 @@ class Covariance:
 class MomentsOf(Protocol):
     """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
 
-    def inputs(self) -> tuple[Tensor, int | Tensor]:
-        """sum of a a^T, (Gr, I, I), or its diagonal, (Gr, I), and over how many a; (Gr, 1, 1) where groups differ."""
+    def inputs(self) -> tuple[Tensor, float | Tensor]:
+        """sum of a a^T, (Gr, I, I), or its diagonal, (Gr, I), and over how many a; (Gr, 1, 1) where groups differ.
+
+        Examples that count more than once do so in both.
+        """
         ...
 
     def input_rows(self) -> Tensor | None:

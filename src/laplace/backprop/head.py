@@ -57,7 +57,7 @@ class Head:
         handle = self.weights.layer(self.replica).register_forward_hook(capture, with_kwargs=True)
         try:
             with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
-                f = inputs.normal_tensors().call(self.replica)
+                f = inputs.normal_tensors().singles().call(self.replica)
         finally:
             handle.remove()
         name = self.weights.module
@@ -72,7 +72,8 @@ class Head:
             )
         dtype = torch.promote_types(f.dtype, torch.float32)
         with nullcontext() if with_grad else torch.no_grad():
-            return HeadForward(f.to(dtype), self.weights.reduce(phi).to(dtype), self.weights)
+            features = inputs.combined(self.weights.reduce(phi).to(dtype))
+            return HeadForward(inputs.combined(f.to(dtype)), features, self.weights, 0.0 if inputs.pairs else 1.0)
 
     def _check(self, out: Tensor, version: int, f: Tensor) -> None:
         if self.weights.reduction is None or out.dim() == 2:
@@ -94,11 +95,12 @@ class HeadForward:
     outputs: Tensor  # (N, C)
     features: Tensor  # (N, H)
     weights: LastLayer
+    constant: float = 1.0  # the bias's input: 0 for the difference of two inputs
 
     @property
     def inputs(self) -> list[Tensor]:
         """The input of each uncertain tensor: phi for the weight, a constant (1, 1) for the bias."""
-        one = self.features.new_ones(1, 1)
+        one = self.features.new_full((1, 1), self.constant)
         return [self.features if len(shape) == 2 else one for shape in self.weights.layout.shapes]
 
     @property
@@ -257,8 +259,11 @@ class HeadMomentsOf:
     def factors(self) -> tuple[int, int, int]:
         return 1, self.weights // self.features.shape[1], self.features.shape[1]
 
-    def inputs(self) -> tuple[Tensor, int]:
-        return gram(self.features).unsqueeze(0), self.n
+    def inputs(self) -> tuple[Tensor, float]:
+        counts = self.curvature.counts
+        if counts is None:
+            return gram(self.features).unsqueeze(0), self.n
+        return gram(self.features * counts.sqrt().unsqueeze(1)).unsqueeze(0), float(counts.double().sum())
 
     def gram(self) -> Tensor:
         return HeadMoments([self.features], self.curvature, self.n).gram()

@@ -64,15 +64,19 @@ class Lookup(Use):
         )
         return replace(self, ids=ids, share=share, g=torch.cat([use.g for use in uses], 2))
 
-    def inputs(self) -> tuple[Tensor, int]:
+    def inputs(self) -> tuple[Tensor, float]:
         """The diagonal of the sum of a a^T; positions that look up nothing but padding are none."""
         ids, share, used = self.ids, self.share.to(self.g.dtype), self._used
         if self.reduce:  # a averaged over an example's positions
             share = (share / used.sum(1).clamp(min=1)[:, None, None]).flatten(1).unsqueeze(1)
             ids, used = ids.flatten(1).unsqueeze(1), used.any(1)
         found, summed = _brought_together(ids.flatten(0, 1), share.flatten(0, 1)[None, ..., None])
-        squares = summed[0, ..., 0].double().square()
-        return squares.new_zeros(self.rows).index_add(0, found.flatten(), squares.flatten())[None], int(used.sum())
+        squares, used = summed[0, ..., 0].double().square(), used.double()
+        if self.counts is not None:
+            counts = self.counts.to(used)
+            squares = squares.unflatten(0, (len(counts), -1)).mul(counts[:, None, None]).flatten(0, 1)
+            used = used * counts.reshape(-1, *[1] * (used.dim() - 1))
+        return squares.new_zeros(self.rows).index_add(0, found.flatten(), squares.flatten())[None], float(used.sum())
 
     def outputs(self) -> Tensor:
         g = self.g * self._used.unsqueeze(2)

@@ -148,7 +148,10 @@ class NetworkForward:
     def moments(self, curvature: OutputCurvature) -> Iterator[NetworkMoments]:
         """Second moments for the vectors of a root of `curvature`, as many at a time as the budget allows."""
         for i, (part, batched) in enumerate(self._parts(curvature.root())):
-            yield NetworkMoments(self._uses(part, batched, first=i == 0), self.network)
+            uses = self._uses(part, batched, first=i == 0)
+            for use in uses:
+                use.counting(curvature.counts)
+            yield NetworkMoments(uses, self.network)
 
     def sent(self, v: Tensor) -> list[Use]:
         """The gradients for these vectors."""

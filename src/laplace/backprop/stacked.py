@@ -58,6 +58,10 @@ class Stacked(Use):
         stacks = [self.outers, *(use.outers for use in others if isinstance(use, Stacked))]
         return Stacked([first.joined(rest) for first, *rest in zip(*stacks, strict=True)])
 
+    def counting(self, counts: Tensor | None) -> None:
+        for outer in self.outers:
+            outer.counting(counts)
+
     def inputs(self) -> tuple[Tensor, Tensor]:
         grams, counts = zip(*(outer.inputs() for outer in self.outers), strict=True)
         return torch.cat(grams), torch.tensor(counts, dtype=torch.float64, device=grams[0].device).reshape(-1, 1, 1)

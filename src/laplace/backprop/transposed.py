@@ -62,7 +62,10 @@ class Transposed(Use):
     def joined(self, others: list[Use]) -> Transposed:
         return Transposed(self.outer.joined([use.outer for use in others if isinstance(use, Transposed)]))
 
-    def inputs(self) -> tuple[Tensor, int]:
+    def counting(self, counts: Tensor | None) -> None:
+        self.outer.counting(counts)
+
+    def inputs(self) -> tuple[Tensor, float]:
         return self.outer.inputs()
 
     def input_rows(self) -> Tensor | None:

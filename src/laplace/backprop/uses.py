@@ -35,6 +35,7 @@ class Use(ABC):
     first: bool = True
     inputs_left: bool = False
     diagonal_inputs: bool = False
+    counts: Tensor | None = None  # (N,), how often each example counts; None: once
 
     @property
     @abstractmethod
@@ -53,6 +54,10 @@ class Use(ABC):
     def joined(self, others: list[Use]) -> Use:
         """This use of a parameter and others of the same kind as one."""
         return Sum([self, *others])
+
+    def counting(self, counts: Tensor | None) -> None:  # (N,)
+        """Take note of how often each example counts."""
+        self.counts = counts
 
     def within(self: Kind, chunk: int) -> Kind:
         """This one, contracted at most so many numbers at a time."""
@@ -87,7 +92,7 @@ class Use(ABC):
     def factors(self) -> tuple[int, int, int]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
-    def inputs(self) -> tuple[Tensor, int | Tensor]:
+    def inputs(self) -> tuple[Tensor, float | Tensor]:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def input_rows(self) -> Tensor | None:
@@ -299,13 +304,23 @@ class Outer(Use):
         a = torch.cat([use._all() for use in outers], 3)
         return Outer(Stored(a), torch.cat([use.g for use in outers], 4), self.reduce, self.first)
 
-    def inputs(self) -> tuple[Tensor, int]:
+    def inputs(self) -> tuple[Tensor, float]:
         n, _, _, t = self.a.shape
+        if self.counts is not None:
+            return self._counted(self.counts, t)
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
+
+    def _counted(self, counts: Tensor, t: int) -> tuple[Tensor, float]:
+        """The same where examples count differently, some at a time."""
+        scale = counts.sqrt().reshape(-1, 1, 1, 1)
+        rows = (self.a.read(part).to(self.g.dtype) * scale[part] for part in self.parts())
+        found = total(grams(a.mean(3, keepdim=True) if self.reduce else a) for a in rows)
+        return found, float(counts.double().sum()) * (1 if self.reduce else t)
 
     def input_rows(self) -> Tensor | None:
         n, groups, i, t = self.a.shape
-        return self._all().reshape(n, i) if groups == 1 and t == 1 and i > 1 else None
+        alike = self.counts is None
+        return self._all().reshape(n, i) if alike and groups == 1 and t == 1 and i > 1 else None
 
     def outputs(self) -> Tensor:
         return self._same_g._output_gram

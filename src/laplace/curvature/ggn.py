@@ -12,5 +12,5 @@ from laplace.likelihoods.base import Likelihood
 def ggn(
     likelihood: Likelihood, f: Tensor, y: Tensor, samples: int, generator: torch.Generator | None
 ) -> OutputCurvature:
-    """The Fisher of p(y given f) at each example; labels and generator are not used."""
-    return likelihood.fisher(f)
+    """The Fisher of p(y given f) at each example; the generator is not used."""
+    return likelihood.fisher(f, y)

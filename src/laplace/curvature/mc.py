@@ -13,6 +13,4 @@ def mc(
     likelihood: Likelihood, f: Tensor, y: Tensor, samples: int, generator: torch.Generator | None
 ) -> OutputCurvature:
     """The mean over `samples` drawn labels of the score's outer product."""
-    drawn = likelihood.sample(f, samples, generator)
-    scores = torch.stack([likelihood.score(f, label) for label in drawn])
-    return OutputCurvature(vectors=scores * samples**-0.5)
+    return OutputCurvature(vectors=likelihood.drawn_scores(f, y, samples, generator) * samples**-0.5)

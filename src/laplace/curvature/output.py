@@ -17,11 +17,13 @@ class OutputCurvature:
 
     Every curvature that we use has this form: the Fisher of a Gaussian (d = 1) and of a categorical (d = p, u = p,
     sign -1), the empirical Fisher, Monte-Carlo and sketched ones (d = 0, the u are the vectors sent back).
+    `counts` is how often each example counts; d and u have it in them, means over the examples need it.
     """
 
     diagonal: Tensor | None = None  # (N, C)
     vectors: Tensor | None = None  # (K, N, C)
     sign: int = 1
+    counts: Tensor | None = None  # (N,)
 
     @classmethod
     def joined(cls, parts: Sequence[OutputCurvature]) -> OutputCurvature:
@@ -31,12 +33,29 @@ class OutputCurvature:
         joint = torch.cat(vectors, 1) if vectors else None
         if joint is not None and [d.data_ptr() for d in diagonals] == [v.data_ptr() for v in vectors]:
             return cls(joint[0], joint, parts[0].sign)  # softmax: d and u are the same probabilities
-        return cls(torch.cat(diagonals) if diagonals else None, joint, parts[0].sign)
+        counts = None
+        if any(part.counts is not None for part in parts):
+            counts = torch.cat([part._some.new_ones(part.n) if part.counts is None else part.counts for part in parts])
+        return cls(torch.cat(diagonals) if diagonals else None, joint, parts[0].sign, counts)
 
     def part(self, part: slice | Tensor) -> OutputCurvature:
         """That of some examples."""
-        diagonal = None if self.diagonal is None else self.diagonal[part]
-        return OutputCurvature(diagonal, None if self.vectors is None else self.vectors[:, part], self.sign)
+        diagonal, counts = (None if t is None else t[part] for t in (self.diagonal, self.counts))
+        return OutputCurvature(diagonal, None if self.vectors is None else self.vectors[:, part], self.sign, counts)
+
+    def weighted(self, weights: Tensor | None) -> OutputCurvature:  # (N,)
+        """weight_n Lambda_n."""
+        if weights is None:
+            return self
+        weights = weights.to(self._some)
+        diagonal = None if self.diagonal is None else weights.unsqueeze(1) * self.diagonal
+        vectors = None if self.vectors is None else weights.sqrt().unsqueeze(1) * self.vectors
+        return OutputCurvature(diagonal, vectors, self.sign, weights)
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return self._some.shape[-2]
 
     @property
     def held(self) -> int:

@@ -16,6 +16,7 @@ from laplace.fitting import Accumulator
 from laplace.functional.points import Points
 from laplace.functional.structure import Functional
 from laplace.functional.subset import Subset
+from laplace.likelihoods.base import Targets
 from laplace.posterior import Fit
 
 
@@ -39,11 +40,11 @@ class SubsetAccumulator(Accumulator):
     def fit(self, mean: Tensor) -> Fit:
         return replace(super().fit(mean), points=self.points if self.functional.keeps_points else None)
 
-    def _keep(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
+    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
         if self.points is None:
-            self.subset.see(inputs, self._curvature(forward, y), len(forward.outputs))
+            self.subset.see(inputs, self._curvature(forward, targets), len(forward.outputs))
         else:
-            super()._keep(inputs, forward, y)
+            super()._keep(inputs, forward, targets)
 
     def _add(self, batches: Iterable[Batch]) -> None:
         super()._add(batches)

@@ -1,77 +1,184 @@
-"""Classification: y ~ softmax(f), Lambda = diag(p) - p p^T."""
+"""Classification: y ~ softmax(f), Lambda = diag(p) - p p^T.
+
+With class weights w and label smoothing e, the log-likelihood is that of `cross_entropy(f, y, reduction='sum')`,
+
+    sum_c q_c log p_c,   q = (1 - e) w_y e_y + (e / C) w,
+
+so that an example counts Q = sum_c q_c, and Lambda is minus the second derivative, Q (diag(p) - p p^T).
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.distributions import Categorical as Classes
+from torch.distributions import Dirichlet, Distribution
 
 from laplace.curvature.output import OutputCurvature
-from laplace.draws import uniforms
-from laplace.errors import InputError
-from laplace.likelihoods.base import Likelihood, Sums
-from laplace.predictive.links import CATEGORICAL_LINKS
+from laplace.draws import Draws, uniforms
+from laplace.errors import InputError, OptionError, shown
+from laplace.likelihoods.base import Likelihood, check_range, class_indices
+from laplace.predictive.entropy import decompose, entropy
+from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
+from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.response import Outputs
 
 
 class Categorical(Likelihood):
-    """One of C >= 2 classes, from C logits; labels are class indices (N,)."""
+    """One of C >= 2 classes, from C logits; labels are class indices (N,).
+
+    label_smoothing  e in [0, 1)
+    class_weights    (C,), how much an example of each class counts
+    ignore_index     the label of examples that count for nothing, such as -100
+    """
 
     name = "classification"
     links = CATEGORICAL_LINKS
+
+    def __init__(
+        self, label_smoothing: float = 0.0, class_weights: Any = None, ignore_index: int | None = None
+    ) -> None:
+        if isinstance(label_smoothing, bool) or not 0 <= label_smoothing < 1:
+            raise OptionError(
+                f"label_smoothing={shown(label_smoothing)} must lie in [0, 1), as in label_smoothing=0.1."
+            )
+        if ignore_index is not None and (isinstance(ignore_index, bool) or not isinstance(ignore_index, int)):
+            raise OptionError(f"ignore_index={shown(ignore_index)} must be a whole number, as in ignore_index=-100.")
+        self.label_smoothing, self.ignore_index = float(label_smoothing), ignore_index
+        self.class_weights = None if class_weights is None else _checked_class_weights(class_weights)
+
+    @property
+    def described(self) -> str:
+        weights = None if self.class_weights is None else self.class_weights.tolist()
+        smoothing = self.label_smoothing or None
+        options = {"label_smoothing": smoothing, "class_weights": weights, "ignore_index": self.ignore_index}
+        given = [f"{key}={value}" for key, value in options.items() if value is not None]
+        return self.name + (f"({', '.join(given)})" if given else "")
 
     def check_outputs(self, f: Tensor) -> None:
         super().check_outputs(f)
         if f.shape[1] < 2:
             raise InputError(
                 f"'classification' needs at least two logits; the network's output has shape {tuple(f.shape)}. Softmax "
-                "of one logit is 1 everywhere: give the network two outputs. torch.cat([zeros_like(f), f], -1) is the "
-                "same model."
+                "of one logit is 1 everywhere: write likelihood='binary', which is for one logit, or give the network "
+                "two outputs. torch.cat([zeros_like(f), f], -1) is the same model."
             )
+        if self.class_weights is not None and len(self.class_weights) != f.shape[1]:
+            raise InputError(f"class_weights has {len(self.class_weights)} values for {f.shape[1]} classes.")
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        if y.is_floating_point() or y.is_complex() or y.dtype is torch.bool:
-            raise InputError(
-                f"class labels have dtype {y.dtype}; integers needed. Write y.long() (or y.argmax(-1) of one-hot)."
-            )
-        if y.shape != f.shape[:1]:
+        if y.shape != f.shape[:1] and not y.is_floating_point():
             fix = {f.shape: "y.argmax(-1)", (len(f), 1): "y.squeeze(1)"}.get(y.shape, "one label per example")
             raise InputError(
                 f"class labels have shape {tuple(y.shape)}; for outputs {tuple(f.shape)} it must be ({f.shape[0]},): "
                 f"{fix}."
             )
-        y = y.long()
-        low, high = int(y.min()), int(y.max())
-        if low < 0 or high >= f.shape[1]:
-            raise InputError(
-                f"class labels lie in [{low}, {high}]; {f.shape[1]} outputs need labels in [0, {f.shape[1] - 1}]."
-            )
+        y = class_indices(len(f), y)
+        hint = "outputs (or Categorical(ignore_index=...) for labels to leave out)" if (y < 0).any() else "outputs"
+        check_range(
+            y[y != self.ignore_index] if self.ignore_index is not None else y, f.shape[1], f"{f.shape[1]} {hint}"
+        )
         return y
 
+    def label_weights(self, y: Tensor) -> Tensor | None:
+        counts = self._counts(y)
+        if self.ignore_index is None:
+            return counts
+        kept = y != self.ignore_index
+        return kept.double() if counts is None else counts * kept
+
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
-        return f.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        log_p, index = f.log_softmax(-1), self._index(y)
+        if self.label_smoothing == 0:
+            return log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return (self._aims(f, index) * log_p).sum(-1)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(y, f.shape[-1]).to(f.dtype) - f.softmax(-1)
+        return self._aims(f, self._index(y)) - f.softmax(-1)
 
-    def fisher(self, f: Tensor) -> OutputCurvature:
+    def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
         p = f.softmax(-1)
         return OutputCurvature(diagonal=p, vectors=p.unsqueeze(0), sign=-1)
 
-    def root_times(self, f: Tensor, eps: Tensor) -> Tensor:
+    def root_times(self, f: Tensor, eps: Tensor, y: Tensor | None = None) -> Tensor:
         p = f.softmax(-1)
         q = p.sqrt()
         return q * eps - p * (q * eps).sum(-1, keepdim=True)
 
+    def drawn_scores(self, f: Tensor, y: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        drawn = self.sample(f, n_samples, generator)
+        return torch.nn.functional.one_hot(drawn, f.shape[-1]).to(f.dtype) - f.softmax(-1)  # smoothed labels: no root
+
     def sample(self, f: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        u = uniforms(f.shape[0], n_samples, 1, f, generator).transpose(0, 1).squeeze(-1)
-        cdf = f.double().softmax(-1).cumsum(-1)
-        labels = torch.searchsorted(cdf, u.contiguous() * cdf[:, -1:], right=True)
-        return labels.clamp(max=f.shape[1] - 1).T
+        return drawn_classes(f.double().softmax(-1), n_samples, generator)
 
     def inverse_link(self, f: Tensor) -> Tensor:
         return f.softmax(-1)
 
-    def sums(self, f: Tensor, y: Tensor) -> Sums:
-        return {"loss": -self.log_prob(f, y).sum().double()}
+    def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
+        """y ~ p; the bridges give a distribution over p itself."""
+        assert p is not None
+        if isinstance(outputs, OutputGaussian) and link in ("bridge", "bridge_norm"):
+            concentration = bridge_concentration if link == "bridge" else bridge_norm_concentration
+            return Dirichlet(concentration(outputs.mean, outputs.variance))
+        return Classes(probs=p)
 
-    def log_likelihood(self, sums: Sums, sigma: Tensor) -> Tensor:
-        return -sums["loss"]
+    def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        assert p is not None
+        return decompose(p, outputs, draws, self.inverse_link)
+
+    def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:
+        assert p is not None
+        return entropy(p)
+
+    def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
+        assert p is not None
+        return log_of_classes(p, self._index(y))
+
+    def _index(self, y: Tensor) -> Tensor:
+        """Labels that can be looked up; ignored ones are weighted with 0."""
+        return y if self.ignore_index is None else y.where(y != self.ignore_index, 0)
+
+    def _counts(self, y: Tensor) -> Tensor | None:  # (N,)
+        """Q."""
+        if self.class_weights is None:
+            return None
+        w = self.class_weights.to(y.device)
+        return (1 - self.label_smoothing) * w[self._index(y)] + self.label_smoothing * w.mean()
+
+    def _aims(self, f: Tensor, index: Tensor) -> Tensor:  # (N, C)
+        """q / Q, what the score pulls p to."""
+        one_hot = torch.nn.functional.one_hot(index, f.shape[-1]).to(f.dtype)
+        if self.label_smoothing == 0:
+            return one_hot
+        w = torch.ones_like(f[0]) if self.class_weights is None else self.class_weights.to(f)
+        q = (1 - self.label_smoothing) * one_hot * w + self.label_smoothing * w / f.shape[-1]
+        return q / q.sum(-1, keepdim=True)
+
+
+def drawn_classes(p: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:  # (N, K) -> (S, N)
+    """Classes drawn from these probabilities (float64)."""
+    u = uniforms(p.shape[0], n_samples, 1, p, generator).transpose(0, 1).squeeze(-1)
+    cdf = p.cumsum(-1)
+    labels = torch.searchsorted(cdf, u.contiguous() * cdf[:, -1:], right=True)
+    return labels.clamp(max=p.shape[1] - 1).T
+
+
+def log_of_classes(p: Tensor, y: Tensor) -> Tensor:  # (N, K), (N,) -> (N,)
+    """log p_y, finite where p_y is zero."""
+    return p.clamp(min=torch.finfo(p.dtype).tiny).log().gather(1, y.unsqueeze(1)).squeeze(1)
+
+
+def _checked_class_weights(values: Any) -> Tensor:
+    try:
+        weights = torch.as_tensor(values, dtype=torch.float64).detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        weights = torch.empty(0)
+    if weights.dim() != 1 or len(weights) < 2 or not (weights.isfinite() & (weights >= 0)).all() or not weights.any():
+        raise OptionError(
+            f"class_weights={shown(values)} must be one number per class, none negative and not all 0, as in "
+            "class_weights=[1.0, 5.0]."
+        )
+    return weights

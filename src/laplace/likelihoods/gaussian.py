@@ -1,23 +1,49 @@
-"""Regression: y = f + sigma eps. Formulas at unit noise; sigma enters as a scale, and is tuned after one fit."""
+"""Regression: y = f + sigma r eps. Formulas at unit noise; sigma enters as a scale, and is tuned after one fit.
+
+r is the noise of the outputs relative to each other: 1, one number per output, or given with every example.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace.curvature.output import OutputCurvature
-from laplace.draws import normals_by_example
-from laplace.errors import InputError
-from laplace.likelihoods.base import Likelihood, Sums
+from laplace.draws import Draws, normals_by_example
+from laplace.errors import InputError, OptionError, shown
+from laplace.likelihoods.base import Likelihood, Sums, Targets
+from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.response import Latent, Outputs, Response, rowwise
+
+if TYPE_CHECKING:
+    from laplace.batches import Batch
 
 
 class Gaussian(Likelihood):
-    """N(y; f, sigma^2 I) with one noise level for all outputs."""
+    """N(y; f, sigma^2 diag(r)^2). `per_output` is r, (C,); only sigma is tuned."""
 
     name = "regression"
     has_noise = True
+    joint = True
+
+    def __init__(self, per_output: Any = None) -> None:
+        self.per_output = None if per_output is None else _checked_noise(per_output)
+
+    @property
+    def described(self) -> str:
+        noise = "" if self.per_output is None else ", ".join(f"{r:.6g}" for r in self.per_output.tolist())
+        return self.name + (f"(per_output=[{noise}])" if noise else "")
+
+    def check_outputs(self, f: Tensor) -> None:
+        super().check_outputs(f)
+        if self.per_output is not None and len(self.per_output) != f.shape[1]:
+            raise InputError(
+                f"sigma_noise has {len(self.per_output)} values for {f.shape[1]} outputs; one each, or one for all."
+            )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         if y.shape != f.shape:
@@ -33,30 +59,144 @@ class Gaussian(Likelihood):
         return y
 
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
-        sigma = torch.as_tensor(sigma, dtype=f.dtype, device=f.device)
-        return -0.5 * (((y - f) / sigma).square() + math.log(2 * math.pi)).sum(-1) - f.shape[-1] * sigma.log()
+        value, r = self._read(f, y)
+        noise = torch.as_tensor(sigma, dtype=f.dtype, device=f.device) * r
+        return -(0.5 * ((value - f) / noise).square() + 0.5 * math.log(2 * math.pi) + noise.log()).sum(-1)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        return y - f
+        value, r = self._read(f, y)
+        return (value - f) / r.square()
 
-    def fisher(self, f: Tensor) -> OutputCurvature:
-        return OutputCurvature(diagonal=torch.ones_like(f))
+    def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
+        return OutputCurvature(diagonal=self._read(f, f if y is None else y)[1].pow(-2))
 
-    def root_times(self, f: Tensor, eps: Tensor) -> Tensor:
-        return eps
+    def drawn_scores(self, f: Tensor, y: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        return normals_by_example(f.shape[0], n_samples, f.shape[1], f, generator) / self._read(f, y)[1]
 
     def sample(self, f: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        return f + normals_by_example(f.shape[0], n_samples, f.shape[1], f, generator)
+        return f + self._relative(f) * normals_by_example(f.shape[0], n_samples, f.shape[1], f, generator)
 
     def inverse_link(self, f: Tensor) -> Tensor:
         return f
 
-    def sums(self, f: Tensor, y: Tensor) -> Sums:
-        count = torch.tensor(y.numel(), dtype=torch.float64, device=f.device)
-        return {"loss": 0.5 * (y - f).square().sum().double(), "count": count}
+    def sums(self, f: Tensor, targets: Targets) -> Sums:
+        value, r = self._read(f, targets.y)
+        ones = torch.ones(len(f), dtype=torch.float64, device=f.device)
+        return {
+            "loss": targets.total(0.5 * ((value - f) / r).square().sum(-1)).double(),
+            "count": f.shape[1] * targets.total(ones),
+            "log_noise": targets.total(r.log().sum(-1)).double(),
+        }
 
     def log_likelihood(self, sums: Sums, sigma: Tensor) -> Tensor:
-        return -sums["loss"] / sigma.square() - 0.5 * sums["count"] * (math.log(2 * math.pi) + 2 * sigma.log())
+        normaliser = 0.5 * sums["count"] * (math.log(2 * math.pi) + 2 * sigma.log()) + sums["log_noise"]
+        return -sums["loss"] / sigma.square() - normaliser
 
     def curvature_scale(self, curvature: str, sigma: Tensor) -> Tensor:
         return sigma.pow(-4) if curvature == "ef" else sigma.pow(-2)
+
+    def with_noise(self, sigma: Tensor) -> tuple[Likelihood, Tensor]:
+        if sigma.numel() == 1:
+            return self, sigma.reshape(())
+        if sigma.requires_grad:
+            raise OptionError(
+                "a sigma_noise per output is differentiable as a whole only: give Gaussian(per_output=...) as the "
+                "likelihood and sigma_noise= one number, a factor for all."
+            )
+        level = _checked_noise(sigma).log().mean().exp()
+        relative = sigma / level.to(sigma)
+        if self.per_output is not None and self.per_output.shape == sigma.shape:
+            mine = self.per_output.to(sigma)
+            scale = (sigma / mine).log().mean().exp()
+            if torch.allclose(mine * scale, sigma, rtol=1e-4):
+                return self, scale
+        return Gaussian(relative), level.to(sigma)
+
+    def noise_at(self, level: Tensor) -> Tensor:
+        return level if self.per_output is None else level * self.per_output.to(level)
+
+    def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
+        """A multivariate normal where covariances are known, else independent normals."""
+        return _observed(outputs, (sigma.to(outputs.mean) * self._relative(outputs.mean)).square())
+
+    def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        return outputs.variance, (sigma.to(outputs.mean) * self._relative(outputs.mean)).square()
+
+    def _read(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """y and r, (N, C) each."""
+        return y, self._relative(f)
+
+    def _relative(self, f: Tensor) -> Tensor:
+        return torch.ones_like(f) if self.per_output is None else self.per_output.to(f).expand_as(f)
+
+
+class GivenNoise(Gaussian):
+    """N(y; f, sigma^2 diag(r_n)^2) with the noise r_n of every example given beside its label.
+
+    Batches are (x, y, noise), noise (N,) or (N, C), or mappings with a key `noise`. What noise an observation at a new
+    input would have is not known: predictions are of f.
+    """
+
+    name = "given_noise"
+    further = ("noise",)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @property
+    def response(self) -> Response:
+        return Latent()
+
+    def labels_of(self, f: Tensor, batch: Batch) -> Tensor:
+        y, noise = batch.y.to(f.device), batch.given.get("noise")
+        if noise is None:
+            raise InputError("'given_noise' needs the noise of every example: a batch (x, y, noise), or a key 'noise'.")
+        noise = noise.to(f)
+        if noise.shape == f.shape[:1]:
+            noise = noise.unsqueeze(1)
+        if noise.shape not in (f.shape, (len(f), 1)):
+            raise InputError(
+                f"the noise has shape {tuple(noise.shape)}; standard deviations ({len(f)},) or {tuple(f.shape)} needed."
+            )
+        if not (noise.isfinite() & (noise > 0)).all():
+            raise InputError("the noise holds values that are not positive and finite; standard deviations are needed.")
+        return torch.stack([super().check_targets(f, y), noise.expand_as(f)], 1)
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        """Labels with their noise, (N, 2, C)."""
+        return y
+
+    def observed(self, y: Tensor) -> Tensor:
+        return y[:, 0]
+
+    def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
+        value, r = self._read(outputs.mean, y)
+        return rowwise(_observed(outputs, (sigma.to(r) * r).square()).log_prob(value))
+
+    def with_noise(self, sigma: Tensor) -> tuple[Likelihood, Tensor]:
+        if sigma.numel() != 1:
+            raise OptionError("sigma_noise is one factor for all noise that is given with the examples.")
+        return self, sigma.reshape(())
+
+    def _read(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (y[:, 0], y[:, 1]) if y.dim() == 3 else (y, torch.ones_like(f))
+
+
+def _observed(outputs: Outputs, noise: Tensor) -> Distribution:  # (N, C)
+    """f and independent noise of these variances."""
+    covariance = outputs.covariance if isinstance(outputs, OutputGaussian) else None
+    if covariance is None or noise.shape[1] == 1:
+        return Normal(outputs.mean, (outputs.variance + noise).sqrt())
+    return MultivariateNormal(outputs.mean, covariance + noise.diag_embed())
+
+
+def _checked_noise(values: Any) -> Tensor:
+    try:
+        noise = torch.as_tensor(values).detach().double().clone()
+    except (TypeError, ValueError, RuntimeError):
+        noise = torch.empty(0)
+    if noise.dim() != 1 or not len(noise) or not (noise.isfinite() & (noise > 0)).all():
+        raise OptionError(
+            f"sigma_noise={shown(values)}: one number, or a vector with one positive number per output, is needed."
+        )
+    return noise

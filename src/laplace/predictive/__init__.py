@@ -2,5 +2,6 @@
 
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
 from laplace.predictive.prediction import Prediction
+from laplace.predictive.response import Latent, Response
 
-__all__ = ["OutputGaussian", "OutputSamples", "Prediction", "joined"]
+__all__ = ["Latent", "OutputGaussian", "OutputSamples", "Prediction", "Response", "joined"]

@@ -13,7 +13,7 @@ from laplace.backprop.gradients import Forward
 from laplace.batches import Inputs, Keys, prediction_batches
 from laplace.budget import Budget
 from laplace.draws import Draws, normals
-from laplace.errors import InputError, OptionError, UnsupportedError, choice
+from laplace.errors import InputError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood
 from laplace.options import generator_or_none, pred_type_named, whole_number
 from laplace.posterior import Posterior
@@ -55,7 +55,7 @@ class Predictable(ABC):
         x: Any,
         pred_type: str = "glm",
         joint: bool = False,
-        link_approx: str = "probit",
+        link_approx: str | None = None,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -64,35 +64,31 @@ class Predictable(ABC):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The predictive at `x`, in laplace-torch's form.
 
-        Classification: probabilities (N, C), through `link_approx` ('probit', 'mc', 'bridge', 'bridge_norm', 'delta').
-        Regression: mean (N, C) and covariance of f (N, C, C), without observation noise; variances (N, C) with
-        `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`; of some outputs alone
-        with `outputs`, a list of their indices. `pred_type='nn'` averages the network over `n_samples` draws of the
-        weights instead of linearising it.
+        Classes, labels and counts: probabilities or rates (N, C), through `link_approx`, one of `la.likelihood.links`
+        (for classes 'probit', 'mc', 'bridge', 'bridge_norm', 'delta'), the first of them if left out.
+        Regression and rewards: mean (N, C) and covariance of f (N, C, C), without observation noise; variances (N, C)
+        with `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`; of some outputs
+        alone with `outputs`, a list of their indices. `pred_type='nn'` averages the network over `n_samples` draws of
+        the weights instead of linearising it.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
-        classifies = not self.likelihood.has_noise
-        sampled = pred_type == "nn"
+        response = self.likelihood.response
+        link, sampled = response.link_named(link_approx), pred_type == "nn"
         draws = Draws(
-            whole_number(n_samples, "n_samples", 2 if sampled and not classifies else 1), generator_or_none(generator)
+            whole_number(n_samples, "n_samples", 2 if sampled and not link else 1), generator_or_none(generator)
         )
-        if classifies:
-            choice(link_approx, self.likelihood.links, "link_approx")
-        if joint and (classifies or sampled):
+        if joint and (link or sampled):
             raise UnsupportedError("joint=True is for regression with pred_type='glm'. Else: functional_samples(x).")
-        chosen = self._chosen(outputs, classifies or sampled)
+        chosen = self._chosen(outputs, bool(link) or sampled)
         inputs = Inputs(x, model_kwargs, self._keys)
         with torch.set_grad_enabled(self.enable_backprop):
             if sampled:
-                samples = self._weight_draws(inputs, draws, exact=True)
-                return (
-                    self.likelihood.inverse_link(samples).mean(0) if classifies else (samples.mean(0), samples.var(0))
-                )
+                samples = response.inverse_link(self._weight_draws(inputs, draws, exact=True))
+                return samples.mean(0) if link else (samples.mean(0), samples.var(0))
             if joint:
                 return self._joint(inputs, chosen, "Take fewer inputs, or outputs=[...], or leave out joint=True.")
-            if classifies:
-                runs = self._runs(inputs)
-                return torch.cat([self._probabilities(run, link_approx, draws, diagonal_output) for run in runs])
+            if link:
+                return torch.cat([self._through(run, link, draws, diagonal_output) for run in self._runs(inputs)])
             parts = [
                 predicting.linearised(self.posterior, run, not diagonal_output, chosen) for run in self._runs(inputs)
             ]
@@ -105,7 +101,7 @@ class Predictable(ABC):
         self,
         x: Any,
         pred_type: str = "glm",
-        link_approx: str = "probit",
+        link_approx: str | None = None,
         n_samples: int = 100,
         diagonal_output: bool | None = None,
         generator: torch.Generator | None = None,
@@ -118,8 +114,8 @@ class Predictable(ABC):
         between outputs are taken into account up to 32 outputs and with link 'mc', or as `diagonal_output` says.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
-        if not self.likelihood.has_noise:
-            choice(link_approx, self.likelihood.links, "link_approx")
+        response = self.likelihood.response
+        link = response.link_named(link_approx)
         draws = Draws(whole_number(n_samples, "n_samples", 2), generator_or_none(generator))
         if pred_type == "nn" and draws.generator is None:
             draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
@@ -131,16 +127,14 @@ class Predictable(ABC):
                     if draws.generator is not None and state is not None:
                         draws.generator.set_state(state)  # the same draws of the weights for every batch
                     samples = OutputSamples(self._weight_draws(inputs, draws, exact=True))
-                    parts.append((samples, self.likelihood.inverse_link(samples.samples).mean(0)))
+                    parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
                 else:
-                    parts += [self._predict(run, link_approx, draws, diagonal_output) for run in self._runs(inputs)]
+                    parts += [self._predict(run, link, draws, diagonal_output) for run in self._runs(inputs)]
             if not parts:
                 raise InputError("the loader to predict on gave no batch.")
             outputs = joined([outputs for outputs, _ in parts])
-            if self.likelihood.has_noise:
-                return predicting.regression(outputs, self.posterior.sigma)
-            p = torch.cat([p for _, p in parts if p is not None])
-            return predicting.classification(p, outputs, link_approx, draws)
+            p = torch.cat([p for _, p in parts if p is not None]) if link else None
+            return response.prediction(outputs, p, self.posterior.sigma, link, draws)
 
     @plainly
     def functional_samples(
@@ -177,9 +171,28 @@ class Predictable(ABC):
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor:  # (S, N, C)
-        """Draws of the predictive's parameters: outputs f for regression, class probabilities for classification."""
+        """Draws of the predictive's parameters: outputs f for regression, probabilities of classes, rates of counts."""
         f = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
-        return self.likelihood.inverse_link(f)
+        return self.likelihood.response.inverse_link(f)
+
+    @plainly
+    def preference(
+        self, a: Any, b: Any, link_approx: str | None = None, n_samples: int = 100, **model_kwargs: Any
+    ) -> Tensor:  # (N,)
+        """The probability that each input of `a` beats its counterpart in `b`, after 'reward_modeling'.
+
+        What the two rewards have in common, such as the uncertain offset of all rewards, cancels.
+        """
+        if not self.likelihood.pairs:
+            raise UnsupportedError(
+                f"preference(a, b) compares rewards; this posterior is for {self.likelihood.name!r}. Write "
+                "Laplace(model, 'reward_modeling')."
+            )
+        draws = Draws(whole_number(n_samples, "n_samples"), torch.Generator().manual_seed(0))
+        inputs = Inputs.paired(b, a, model_kwargs, self._keys)
+        link = self.likelihood.link_named(link_approx)
+        with torch.set_grad_enabled(self.enable_backprop):
+            return torch.cat([self._through(run, link, draws, False) for run in self._runs(inputs)]).squeeze(1)
 
     @plainly
     @torch.no_grad()
@@ -223,11 +236,14 @@ class Predictable(ABC):
             return predicting.sampled(self.posterior, lambda: runs, draws, exact)
         return predicting.sampled(self.posterior, lambda: self._runs(inputs), draws, exact)
 
-    def _probabilities(
-        self, forward: Forward, link: str, draws: Draws, independent: bool, variance: Tensor | None = None
-    ) -> Tensor:  # (N, C)
-        f, jacobian = forward.outputs, forward.jacobian()
-        p, outside = predicting.probabilities(self.posterior, link, f, jacobian, draws, independent, variance)
+    def _through(
+        self, forward: Forward, link: str, draws: Draws, independent: bool, outputs: OutputGaussian | None = None
+    ) -> Tensor:  # (N, K)
+        """The mean of the inverse link for one run; its outputs' distribution is given where it is known already."""
+        jacobian = forward.jacobian()
+        if outputs is None:
+            outputs = predicting.gaussian_for(self.posterior, link, forward.outputs, jacobian, independent)
+        p, outside = predicting.through_link(self.posterior, link, outputs, jacobian, draws, independent)
         if outside:
             self._warn_once(
                 "simplex",
@@ -239,19 +255,19 @@ class Predictable(ABC):
     def _predict(
         self, forward: Forward, link: str, draws: Draws, independent: bool | None
     ) -> tuple[OutputGaussian, Tensor | None]:
-        """The outputs' distribution for one run, and the class probabilities."""
+        """The outputs' distribution for one run, and the mean of the inverse link."""
         if independent is None:
             independent = forward.outputs.shape[1] > _MAX_COVARIANCE and link != "mc"
         outputs = predicting.linearised(self.posterior, forward, with_covariance=not independent)
-        if self.likelihood.has_noise:
-            return outputs, None
-        return outputs, self._probabilities(forward, link, draws, independent, outputs.variance)
+        return outputs, self._through(forward, link, draws, independent, outputs) if link else None
 
     def _chosen(self, outputs: Any, refused: bool) -> Tensor | None:
-        """The indices of the asked outputs."""
+        """The indices of the asked outputs; None for all."""
+        n_outputs = self.posterior.fit.n_outputs
+        located = range(n_outputs)[self.likelihood.response.located(n_outputs)]
+        n = len(located)
         if outputs is None:
-            return None
-        n = self.posterior.fit.n_outputs
+            return None if n == n_outputs else torch.tensor(located)
         index = torch.as_tensor(outputs).reshape(-1)
         if (
             refused

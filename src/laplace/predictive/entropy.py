@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from laplace.draws import Draws
+from laplace.predictive.links import softmax
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 
 
@@ -15,11 +18,12 @@ def entropy(p: Tensor) -> Tensor:  # (..., C) -> (...)
 
 
 def decompose(
-    p: Tensor,  # (N, C)
+    p: Tensor,  # (N, ..., C)
     outputs: OutputGaussian | OutputSamples,
     draws: Draws,
+    inverse_link: Callable[[Tensor], Tensor] = softmax,
 ) -> tuple[Tensor, Tensor]:
-    """Epistemic and aleatoric part of entropy(p), (N,) each.
+    """Epistemic and aleatoric part of entropy(p), (N, ...) each.
 
     The epistemic part is the mutual information of label and weights, the entropy of the draws' mean minus the mean of
     their entropies, by Monte Carlo. The aleatoric part is what remains of entropy(p): the draws' expected entropy where
@@ -29,7 +33,7 @@ def decompose(
         draws = Draws(draws.n, torch.Generator(p.device).manual_seed(0))
     information = []
     for part in outputs.draws(draws):
-        probabilities = part.softmax(-1)
+        probabilities = inverse_link(part)
         information.append(entropy(probabilities.mean(0)) - entropy(probabilities).mean(0))
     total = entropy(p)
     epistemic = torch.cat(information).clamp(min=0).minimum(total)

@@ -1,4 +1,4 @@
-"""From a Gaussian over logits to class probabilities: E[softmax(f)], f ~ N(f, S)."""
+"""From a Gaussian over outputs to what they stand for: E[inverse link(f)], f ~ N(f, S); softmax unless said."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from laplace.algebra import total
 from laplace.draws import Draws
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 
 
 @dataclass(frozen=True)
 class Link:
-    """One approximation of the integral and what it needs of S: 'variance', 'product' (S p too) or 'covariance'."""
+    """One approximation of the integral and what it needs of S.
+
+    'variance'    apply(f, variance)            'product'    apply(f, variance, S p)
+    'marginals'   apply(outputs, draws), from variances; 'covariance' the same from covariances
+    """
 
     apply: Callable[..., Tensor]
     needs: str
 
 
+def softmax(f: Tensor) -> Tensor:
+    """The class probabilities."""
+    return f.softmax(-1)
+
+
 def probit(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
     """softmax of f_c / sqrt(1 + pi/8 S_cc)."""
-    return (f / torch.sqrt(1 + math.pi / 8 * variance)).softmax(-1)
+    return shrunk(f, variance).softmax(-1)
 
 
 def bridge_concentration(f: Tensor, variance: Tensor) -> Tensor:
@@ -81,9 +92,36 @@ def onto_simplex(p: Tensor) -> tuple[Tensor, int]:
     return (_normalised(p.clamp(min=0)), outside) if outside else (p, 0)
 
 
-def monte_carlo(outputs: OutputGaussian | OutputSamples, draws: Draws) -> Tensor:
-    """Mean of softmax over draws."""
-    return torch.cat([part.softmax(-1).mean(0) for part in outputs.draws(draws)])
+@dataclass(frozen=True)
+class MonteCarlo:
+    """Mean of the inverse link over draws."""
+
+    inverse_link: Callable[[Tensor], Tensor]
+
+    def __call__(self, outputs: OutputGaussian | OutputSamples, draws: Draws) -> Tensor:
+        return torch.cat([self.inverse_link(part).mean(0) for part in outputs.draws(draws)])
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """Gauss-Hermite: each output is integrated by itself."""
+
+    inverse_link: Callable[[Tensor], Tensor]
+
+    def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
+        nodes, weights = hermite(f)
+        return total(w * self.inverse_link(f + node * variance.sqrt()) for node, w in zip(nodes, weights, strict=True))
+
+
+def hermite(like: Tensor, order: int = 64) -> tuple[Tensor, Tensor]:  # (Q,), (Q,)
+    """Nodes and weights with sum_q w_q h(z_q) = E[h(z)] for z ~ N(0, 1) and polynomials h of degree below 2 Q."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(order)
+    return like.new_tensor(nodes), like.new_tensor(weights / weights.sum())
+
+
+def shrunk(f: Tensor, variance: Tensor) -> Tensor:
+    """f / sqrt(1 + pi/8 S): what the paper's probit approximation puts through the logistic function."""
+    return f / torch.sqrt(1 + math.pi / 8 * variance)
 
 
 def _normalised(weights: Tensor) -> Tensor:
@@ -92,7 +130,7 @@ def _normalised(weights: Tensor) -> Tensor:
 
 CATEGORICAL_LINKS: Final[dict[str, Link]] = {
     "probit": Link(probit, "variance"),
-    "mc": Link(monte_carlo, "covariance"),
+    "mc": Link(MonteCarlo(softmax), "covariance"),
     "bridge": Link(bridge, "variance"),
     "bridge_norm": Link(bridge_norm, "variance"),
     "delta": Link(delta, "product"),

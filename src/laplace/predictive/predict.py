@@ -6,20 +6,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Dirichlet, Distribution, MultivariateNormal, Normal
 
 from laplace.backprop.gradients import Forward, Jacobian
 from laplace.draws import Draws, normals
-from laplace.errors import choice
 from laplace.posterior import Posterior
-from laplace.predictive.entropy import decompose
-from laplace.predictive.links import bridge_concentration, bridge_norm_concentration, onto_simplex
-from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.prediction import Prediction
+from laplace.predictive.links import onto_simplex
+from laplace.predictive.outputs import OutputGaussian
 
 _CHUNK = 2**25  # elements of the weights drawn at a time
-
-Outputs = OutputGaussian | OutputSamples
 
 
 def linearised(
@@ -51,56 +45,38 @@ def sampled(
     return torch.cat(parts)
 
 
-def probabilities(
+def gaussian_for(
     posterior: Posterior,
     link: str,
     f: Tensor,  # (N, C)
     jacobian: Jacobian,
+    independent: bool = False,
+    variance: Tensor | None = None,  # (N, C), where it is known already
+) -> OutputGaussian:
+    """N(f, S) with as much of S as the link needs; `independent` neglects the covariances between outputs."""
+    gaussian = posterior.gaussian
+    if posterior.fit.likelihood.links[link].needs == "covariance" and not independent:
+        covariance = gaussian.covariance(jacobian)
+        return OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
+    return OutputGaussian(f, gaussian.variance(jacobian) if variance is None else variance)
+
+
+def through_link(
+    posterior: Posterior,
+    link: str,
+    outputs: OutputGaussian,
+    jacobian: Jacobian,
     draws: Draws,
     independent: bool = False,
-    variance: Tensor | None = None,  # (N, C)
 ) -> tuple[Tensor, int]:
-    """Class probabilities (N, C) through one link, and for how many inputs they had to be put back on the simplex.
-
-    The posterior is asked only for what the link needs; `variance` is given where it is known already, and
-    `independent` neglects the covariances between outputs.
-    """
-    likelihood, gaussian = posterior.fit.likelihood, posterior.gaussian
-    how = likelihood.links[choice(link, likelihood.links, "link_approx")]
-    if how.needs == "covariance" and not independent:
-        covariance = gaussian.covariance(jacobian)
-        return how.apply(OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance), draws), 0
-    if variance is None:
-        variance = gaussian.variance(jacobian)
-    if how.needs == "covariance":
-        return how.apply(OutputGaussian(f, variance), draws), 0
+    """The mean of the inverse link, (N, K), and for how many inputs it had to be put back on the simplex."""
+    how, f = posterior.fit.likelihood.links[link], outputs.mean
     if how.needs == "variance":
-        return how.apply(f, variance), 0
+        return how.apply(f, outputs.variance), 0
+    if how.needs == "covariance" and not independent:
+        return how.apply(outputs, draws), 0
+    if how.needs in ("marginals", "covariance"):
+        return how.apply(OutputGaussian(f, outputs.variance), draws), 0
     p = f.softmax(-1)
-    product = p * variance if independent else gaussian.product(jacobian, p)
-    return onto_simplex(how.apply(f, variance, product))
-
-
-def regression(outputs: Outputs, sigma: Tensor) -> Prediction:
-    """y = f + sigma eps: a multivariate normal where covariances are known, else independent normals."""
-    noise = sigma.to(outputs.mean).square()
-    mean, epistemic = outputs.mean, outputs.variance
-    aleatoric = noise.expand_as(mean)
-    covariance = outputs.covariance if isinstance(outputs, OutputGaussian) else None
-    distribution: Distribution
-    if covariance is None or mean.shape[1] == 1:
-        distribution = Normal(mean, (epistemic + aleatoric).sqrt())
-    else:
-        eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
-        distribution = MultivariateNormal(mean, covariance + noise * eye)
-    return Prediction(distribution, mean, epistemic, aleatoric, outputs)
-
-
-def classification(p: Tensor, outputs: Outputs, link: str, draws: Draws) -> Prediction:
-    """y ~ p; the bridges give a distribution over p itself."""
-    distribution: Distribution = Categorical(probs=p)
-    if isinstance(outputs, OutputGaussian) and link in ("bridge", "bridge_norm"):
-        concentration = bridge_concentration if link == "bridge" else bridge_norm_concentration
-        distribution = Dirichlet(concentration(outputs.mean, outputs.variance))
-    epistemic, aleatoric = decompose(p, outputs, draws)
-    return Prediction(distribution, p, epistemic, aleatoric, outputs)
+    product = p * outputs.variance if independent else posterior.gaussian.product(jacobian, p)
+    return onto_simplex(how.apply(f, outputs.variance, product))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributions import Dirichlet, Distribution, MultivariateNormal, Nor
 
 from laplace.draws import Draws
 from laplace.errors import OptionError
+from laplace.predictive.links import softmax
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 
 
@@ -20,9 +22,10 @@ class Prediction:
     """p(y given x, data).
 
     distribution  a `torch.distributions` object with the observation noise included
-    mean          E[y] for regression, (N, C); the class probabilities for classification, (N, C)
-    epistemic     what more data could take away: variance (N, C) of f, or mutual information (N,) of y and weights
-    aleatoric     what it could not: the noise variance (N, C), or the rest of the entropy (N,)
+    mean          E[y] for regression and counts, (N, C); the probabilities of classes or labels, (N, C)
+    epistemic     what more data could take away: variance (N, C) of E[y given f], or, for classes, the mutual
+                  information (N,) of y and weights; of each label by itself (N, C) for binary labels
+    aleatoric     what it could not: the noise variance (N, C), or the rest of the entropy
     """
 
     distribution: Distribution
@@ -30,6 +33,7 @@ class Prediction:
     epistemic: Tensor
     aleatoric: Tensor
     outputs: OutputGaussian | OutputSamples = field(repr=False)
+    inverse_link: Callable[[Tensor], Tensor] = field(default=softmax, repr=False)
 
     @property
     def total(self) -> Tensor:
@@ -42,9 +46,9 @@ class Prediction:
         return isinstance(self.distribution, (Normal, MultivariateNormal))
 
     def quantile(self, q: float | Tensor) -> Tensor:
-        """The q-quantile of y (regression) or of each class's probability under the posterior (classification), (N, C).
+        """The q-quantile of y (regression), or of each probability or rate under the posterior (all others), (N, C).
 
-        For several q, (Q, N, C). Class probabilities are those of 1,000 seeded draws: of the Dirichlet of a bridge,
+        For several q, (Q, N, C). Probabilities and rates are those of 1,000 seeded draws: of the Dirichlet of a bridge,
         else of the outputs, whose mean is that of link 'mc' (the other links approximate it).
         """
         levels = torch.as_tensor(q, dtype=self.mean.dtype, device=self.mean.device)
@@ -60,7 +64,7 @@ class Prediction:
             )
             return torch.from_numpy(gammas / gammas.sum(-1, keepdims=True)).to(levels).quantile(levels, 0)
         draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
-        return torch.cat([d.softmax(-1).quantile(levels, 0) for d in draws], dim=-2)
+        return torch.cat([self.inverse_link(d).quantile(levels, 0) for d in draws], dim=-2)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval that holds `level` of the probability, (N, C) each."""

@@ -14,7 +14,7 @@ from laplace.backprop.gradients import Forward
 from laplace.batches import Inputs, Keys, prediction_batches, training_batches
 from laplace.budget import Budget
 from laplace.errors import InputError, OptionError, UnsupportedError, choice, shown, whole_number
-from laplace.likelihoods import Likelihood
+from laplace.likelihoods import Likelihood, Targets
 from laplace.options import method_named, pred_type_named
 from laplace.posterior import Posterior
 from laplace.precision import plainly
@@ -65,7 +65,7 @@ class Tunable(ABC):
         ood_loader: Any = None,
         ood_weight: float = 0.5,
         pred_type: str = "glm",
-        link_approx: str = "probit",
+        link_approx: str | None = None,
         n_samples: int = 100,
         bounds: Mapping[str, tuple[float, float]] | None = None,
         grid_size: int = 21,
@@ -122,7 +122,7 @@ class Tunable(ABC):
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 100,
-        link_approx: str = "probit",
+        link_approx: str | None = None,
         n_samples: int = 100,
         verbose: bool = False,
         progress_bar: bool = False,
@@ -194,10 +194,9 @@ class Tunable(ABC):
             setattr(self, kind, getattr(tuned, kind))
         return tuned
 
-    def _how(self, pred_type: str, link: str, n_samples: int, loss: Any, ood_weight: float = 0.5) -> How:
+    def _how(self, pred_type: str, link_approx: str | None, n_samples: int, loss: Any, ood_weight: float = 0.5) -> How:
         """How predictions are made and scored, checked before the network runs."""
-        if not self.likelihood.has_noise:
-            link = choice(link, self.likelihood.links, "link_approx")
+        link = self.likelihood.link_named(link_approx)
         kind = pred_type_named(pred_type, self.structure.functional)
         how = How(kind, link, whole_number(n_samples, "n_samples", 2), loss, ood_weight)
         Tally(how, self.likelihood)
@@ -216,6 +215,8 @@ class Tunable(ABC):
             raise InputError(
                 f"ood_loader is a {type(ood_loader).__name__}; a DataLoader, a list of batches or a tensor is needed."
             )
+        if ood_loader is not None and self.likelihood.pairs:
+            raise UnsupportedError("ood_loader= is for single inputs; preferences between pairs are scored without it.")
         outside = None if ood_loader is None else lambda: self._outside_runs(ood_loader, progress_bar)
         return Validation(how, lambda: self._labelled_runs(loader, progress_bar), outside, self._budget)
 
@@ -224,19 +225,20 @@ class Tunable(ABC):
             start, y = 0, batch.y
             for forward in self._runs(batch.inputs):
                 f = forward.outputs
-                part = y if len(y) <= len(f) else y[start : start + len(f)]
+                part = batch if len(y) <= len(f) else batch.labels(start, start + len(f))
                 start += len(f)
                 try:
-                    yield forward, self.likelihood.check_targets(f, part.to(f.device))
+                    targets = self.likelihood.targets(f, part)
                 except InputError as error:
                     raise InputError(f"validation batch {batch.index}: {error}") from None
+                yield forward, targets
             if start != len(y):
                 raise InputError(f"validation batch {batch.index}: {len(y)} labels for {start} inputs.")
 
     def _outside_runs(self, loader: Iterable[Any], progress_bar: bool) -> Labelled:
         for inputs in prediction_batches(loader, self._keys, {}, progress_bar):
             for forward in self._runs(inputs):
-                yield forward, forward.outputs
+                yield forward, Targets(forward.outputs)
 
 
 def _laplace_torch_option(kind: str, side: str) -> str:

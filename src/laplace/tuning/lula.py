@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from laplace.backprop import Head
 from laplace.batches import Inputs, Keys, device_of, prediction_batches
-from laplace.errors import InputError, NumericalError
+from laplace.errors import InputError, NumericalError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.options import whole_number
 from laplace.precision import plainly
@@ -57,7 +57,10 @@ def with_uncertainty_units(
     layer, any other network as many beside the features of its last layer. They are trained for `steps` steps of Adam
     on up to `max_inputs` inputs of each loader, at the given prior precision and noise. `model` is never changed.
     """
-    kind, keys = likelihood_named(likelihood), Keys(dict_key_x, dict_key_y)
+    kind = likelihood_named(likelihood)
+    if kind.pairs:
+        raise UnsupportedError(f"uncertainty units are for single inputs; {kind.name!r} is of pairs.")
+    keys = Keys(dict_key_x, dict_key_y, kind.further)
     units, steps, room = (
         whole_number(value, name) for value, name in ((units, "units"), (steps, "steps"), (max_inputs, "max_inputs"))
     )

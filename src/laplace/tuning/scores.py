@@ -9,20 +9,18 @@ outside the distribution, minus `ood_weight` times the mean entropy of the predi
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import MultivariateNormal, Normal
 
-from laplace.errors import OptionError, shown
-from laplace.likelihoods import Likelihood
-from laplace.predictive.entropy import entropy
+from laplace.errors import InputError, OptionError, shown
+from laplace.likelihoods import Likelihood, Targets
+from laplace.predictive.response import Outputs
 
-Predicted = tuple[Tensor, Tensor | None]  # probabilities, or mean and (co)variance of f
+Predicted = tuple[Outputs, Tensor | None]  # the outputs' distribution, and its mean through the link if there is one
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,29 @@ class Tally:
     """The score of one posterior, added up batch by batch."""
 
     def __init__(self, how: How, likelihood: Likelihood) -> None:
-        self.inside, self.weight = _loss(how.loss, likelihood), how.ood_weight
-        self.outside = _Mean(_mean_entropy)
+        self.likelihood, self.weight = likelihood, how.ood_weight
+        self.inside = _Mean() if how.loss is None else _loss(how.loss, likelihood)
+        self.outside = _Mean()
 
-    def add(self, prediction: Predicted, y: Tensor, sigma: Tensor) -> None:
-        """A batch of the validation data."""
-        self.inside.add(_arguments(prediction, sigma), y)
+    def add(self, prediction: Predicted, targets: Targets, sigma: Tensor) -> None:
+        """A batch of the validation data; examples that do not count are left out, others weigh what they count."""
+        outputs, p = prediction
+        if isinstance(self.inside, _Mean):
+            nll = -self.likelihood.log_predictive(outputs, p, targets.y, sigma)
+            self.inside.add(float(targets.total(nll)), float(targets.total(torch.ones_like(nll))))
+            return
+        arguments = _arguments(self.likelihood, prediction, sigma)
+        y = self.likelihood.observed(targets.y)
+        if targets.weights is not None:
+            counts = targets.weights > 0
+            arguments, y = tuple(a[counts] for a in arguments), y[counts]
+        if len(y):
+            self.inside.add(arguments, y)
 
     def add_outside(self, prediction: Predicted, sigma: Tensor) -> None:
         """A batch of inputs from outside the distribution."""
-        self.outside.add(_arguments(prediction, sigma))
+        values = self.likelihood.entropy(*prediction, sigma)
+        self.outside.add(float(values.sum()), len(values))
 
     def value(self) -> float:
         """The score of all that was added."""
@@ -62,24 +73,38 @@ class Tally:
 
 
 class _Mean:
+    """A mean of numbers that are added up."""
+
+    def __init__(self) -> None:
+        self.total, self.n = 0.0, 0.0
+
+    def add(self, total: float, n: float) -> None:
+        self.total, self.n = self.total + total, self.n + n
+
+    def value(self) -> float:
+        if not self.n:
+            raise InputError("no example of the validation data counts: all are ignored, or have weight 0.")
+        return self.total / self.n
+
+
+class _Loss:
     """A loss averaged over the examples; `loss(prediction..., y)` is the mean over its batch."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
-        self.loss, self.total, self.n = loss, 0.0, 0
+        self.loss, self.mean = loss, _Mean()
 
-    def add(self, arguments: tuple[Tensor, ...], *y: Tensor) -> None:
+    def add(self, arguments: tuple[Tensor, ...], y: Tensor) -> None:
         try:
-            value = float(self.loss(*arguments, *y))
+            value = float(self.loss(*arguments, y))
         except (TypeError, ValueError, RuntimeError) as error:
             form = "(probabilities, y)" if len(arguments) == 1 else "(mean, variance, y)"
             raise OptionError(
                 f"loss must be a function of {form} that returns one number; it failed: {error}"
             ) from error
-        self.total += value * len(arguments[0])
-        self.n += len(arguments[0])
+        self.mean.add(value * len(y), len(y))
 
     def value(self) -> float:
-        return self.total / self.n
+        return self.mean.value()
 
 
 class _Metric:
@@ -96,11 +121,9 @@ class _Metric:
         return float(self.metric.compute())
 
 
-def _loss(loss: Any, likelihood: Likelihood) -> _Mean | _Metric:
-    if loss is None:
-        return _Mean(_gaussian_nll if likelihood.has_noise else _categorical_nll)
+def _loss(loss: Any, likelihood: Likelihood) -> _Loss | _Metric:
     if all(hasattr(loss, name) for name in ("reset", "update", "compute")):
-        if likelihood.has_noise:
+        if not likelihood.links:
             raise OptionError(
                 "a metric object sees the mean alone, which does not depend on the prior. For regression give loss= a "
                 "function of (mean, variance, y), or leave it out."
@@ -108,34 +131,13 @@ def _loss(loss: Any, likelihood: Likelihood) -> _Mean | _Metric:
         return _Metric(loss)
     if not callable(loss):
         raise OptionError(f"loss={loss!r} is neither callable nor a metric with reset, update and compute.")
-    return _Mean(loss)
+    return _Loss(loss)
 
 
-def _arguments(prediction: Predicted, sigma: Tensor) -> tuple[Tensor, ...]:
+def _arguments(likelihood: Likelihood, prediction: Predicted, sigma: Tensor) -> tuple[Tensor, ...]:
     """What a loss gets before y: (probabilities,), or (mean, variance) with the noise included."""
-    mean, spread = prediction
-    if spread is None:
-        return (mean,)
-    noise = sigma.to(mean).square()
-    if spread.dim() == 3:
-        noise = noise * torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
-    return mean, spread + noise
-
-
-def _categorical_nll(p: Tensor, y: Tensor) -> Tensor:
-    return -p.clamp(min=torch.finfo(p.dtype).tiny).log().gather(1, y.unsqueeze(1)).mean()
-
-
-def _gaussian_nll(mean: Tensor, spread: Tensor, y: Tensor) -> Tensor:
-    """Of independent normals for variances (N, C), of a multivariate normal for covariances (N, C, C)."""
-    if spread.dim() == 3:
-        return -MultivariateNormal(mean, (spread + spread.mT) / 2).log_prob(y).mean()  # float32 leaves it skewed
-    return -Normal(mean, spread.sqrt()).log_prob(y).sum(-1).mean()
-
-
-def _mean_entropy(mean: Tensor, spread: Tensor | None = None) -> Tensor:
-    """Of class probabilities, or of normals with these (co)variances."""
-    if spread is None:
-        return entropy(mean).mean()
-    logdet = torch.logdet(spread) if spread.dim() == 3 else spread.log().sum(-1)
-    return 0.5 * (logdet + mean.shape[1] * math.log(2 * math.pi * math.e)).mean()
+    outputs, p = prediction
+    if p is not None:
+        return (p,)
+    distribution = likelihood.distribution(outputs, p, sigma)
+    return distribution.mean, distribution.variance

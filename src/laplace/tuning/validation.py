@@ -12,11 +12,13 @@ from laplace.backprop.gradients import Forward, Jacobian
 from laplace.budget import Budget
 from laplace.draws import Draws
 from laplace.errors import InputError
+from laplace.likelihoods import Targets
 from laplace.posterior import Posterior
-from laplace.predictive.predict import probabilities, sampled
+from laplace.predictive.outputs import OutputGaussian, OutputSamples
+from laplace.predictive.predict import sampled, through_link
 from laplace.tuning.scores import How, Predicted, Tally
 
-Labelled = Iterator[tuple[Forward, Tensor]]
+Labelled = Iterator[tuple[Forward, Targets]]
 
 
 class Validation:
@@ -36,11 +38,11 @@ class Validation:
     def scores(self, posteriors: Sequence[Posterior]) -> Tensor:  # (G,)
         """The score of each posterior; random numbers are the same for all."""
         tallies = [Tally(self.how, posterior.fit.likelihood) for posterior in posteriors]
-        for forward, y in self.inside:
+        for forward, targets in self.inside:
             for tally, posterior, prediction in zip(
                 tallies, posteriors, self._predictions(posteriors, forward), strict=True
             ):
-                tally.add(prediction, y, posterior.sigma)
+                tally.add(prediction, targets, posterior.sigma)
         for forward, _ in self.outside or ():
             for tally, posterior, prediction in zip(
                 tallies, posteriors, self._predictions(posteriors, forward), strict=True
@@ -65,25 +67,24 @@ class Validation:
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
         draws = Draws(self.how.n_samples, _seeded(forward.outputs))
-        samples, likelihood = sampled(posterior, lambda: [forward], draws, exact=True), posterior.fit.likelihood
-        if likelihood.has_noise:
-            return samples.mean(0), samples.var(0)
-        return likelihood.inverse_link(samples).mean(0), None
+        samples = sampled(posterior, lambda: [forward], draws, exact=True)
+        p = posterior.fit.likelihood.inverse_link(samples).mean(0) if self.how.link else None
+        return OutputSamples(samples), p
 
     def _linearised(self, posteriors: Sequence[Posterior], f: Tensor, jacobian: Jacobian) -> Iterator[Predicted]:
-        fit, how = posteriors[0].fit, self.how
-        if fit.likelihood.has_noise:
-            if how.loss is None and f.shape[1] > 1:
-                yield from ((f, posterior.gaussian.covariance(jacobian)) for posterior in posteriors)
-            else:
-                yield from ((f, v) for v in posteriors[0].curvature.sweep(jacobian, [p.gaussian for p in posteriors]))
-            return
+        likelihood, how = posteriors[0].fit.likelihood, self.how
+        joint = how.loss is None and likelihood.joint and f.shape[1] > 1
+        if how.link:
+            joint = joint or likelihood.links[how.link].needs == "covariance"
         variances = posteriors[0].curvature.sweep(jacobian, [p.gaussian for p in posteriors])
-        joint = fit.likelihood.links[how.link].needs == "covariance"
         for posterior in posteriors:
-            variance = None if joint else next(variances)
+            if joint:
+                covariance = posterior.gaussian.covariance(jacobian)
+                outputs = OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
+            else:
+                outputs = OutputGaussian(f, next(variances))
             draws = Draws(how.n_samples, _seeded(f))
-            yield probabilities(posterior, how.link, f, jacobian, draws, variance=variance)[0], None
+            yield outputs, through_link(posterior, how.link, outputs, jacobian, draws)[0] if how.link else None
 
 
 class Runs:
@@ -91,20 +92,20 @@ class Runs:
 
     def __init__(self, make: Callable[[], Labelled], what: str, budget: Budget) -> None:
         self.make, self.what, self.budget = make, what, budget
-        self.kept: list[tuple[Forward, Tensor]] | None = None
+        self.kept: list[tuple[Forward, Targets]] | None = None
 
     def __iter__(self) -> Labelled:
         if self.kept is not None:
             yield from self.kept
             return
         kept, held = [], 0
-        for forward, y in self.make():
+        for forward, targets in self.make():
             held += forward.held * forward.outputs.element_size()
             if held <= self.budget.chunk:
-                kept.append((forward, y))
+                kept.append((forward, targets))
             else:
                 kept.clear()
-            yield forward, y
+            yield forward, targets
         if not held:
             raise InputError(f"the {self.what} loader gave no batch.")
         self.kept = kept or None

@@ -122,7 +122,7 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
         if isinstance(module, nn.Linear):
             module.register_forward_hook(record(name), with_kwargs=True)
     with torch.inference_mode(False), torch.no_grad():
-        return calls, example.map(torch.clone).call(replica)  # which may write to them
+        return calls, example.map(torch.clone).singles().call(replica)  # which may write to them
 
 
 def is_output(out: Tensor, version: int, f: Tensor) -> bool:

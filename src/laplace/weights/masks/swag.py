@@ -68,11 +68,12 @@ class LargestVarianceSWAGSubnetMask(ScoreMask):
     def _epoch(self, moving: dict[str, Tensor], speed: dict[str, Tensor], loader: Iterable[Any]) -> None:
         """SGD with momentum over the data once, in place."""
         network, seen = replicate(self.model), 0
-        for batch in training_batches(loader, self.model, Keys(), False, "swag"):
+        keys = Keys(further=self.likelihood.further, pairs=self.likelihood.pairs)
+        for batch in training_batches(loader, self.model, keys, False, "swag"):
             with torch.enable_grad():
                 f = batch.inputs.normal_tensors().call_with(network, moving)
-                self.likelihood.check_outputs(f)
-                loss = -self.likelihood.log_prob(f, self.likelihood.check_targets(f, batch.y.to(f.device))).mean()
+                targets = self.likelihood.targets(f, batch)
+                loss = -targets.total(self.likelihood.log_prob(f, targets.y)) / len(f)
             slopes = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
             with torch.no_grad():
                 for p, v, g in zip(moving.values(), speed.values(), slopes, strict=True):

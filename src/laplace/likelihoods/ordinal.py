@@ -1,0 +1,131 @@
+"""Ordered classes: P(y <= k) = sigmoid(c_k - f) for cut points c_0 < ... < c_(K-2), from one output.
+
+With a = c_y - f and b = c_(y-1) - f, log p = log sigmoid(a) + log sigmoid(-b) + log(1 - exp(b - a)), where the outer
+cut points are minus and plus infinity. Lambda = sum_k p_k score_k^2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as Classes
+from torch.distributions import Distribution
+from torch.nn.functional import logsigmoid
+
+from laplace.curvature.output import OutputCurvature
+from laplace.draws import Draws
+from laplace.errors import InputError, OptionError, shown
+from laplace.likelihoods.base import Likelihood, check_range, class_indices
+from laplace.likelihoods.categorical import drawn_classes, log_of_classes
+from laplace.predictive.entropy import decompose, entropy
+from laplace.predictive.links import Link, MonteCarlo, Quadrature
+from laplace.predictive.response import Outputs
+
+
+class Ordinal(Likelihood):
+    """One of K ordered classes; labels are class indices (N,), predictions probabilities (N, K).
+
+    `cut_points` are the K - 1 ascending points themselves (those that the network was trained with), or the number K:
+    then they are 1 apart and centred at 0, (-1, 0, 1) for K = 4.
+    """
+
+    name = "ordinal"
+    hessian_is_fisher = False
+
+    def __init__(self, cut_points: int | Sequence[float] | Tensor | None = None) -> None:
+        self.cut_points = _checked_cut_points(cut_points)
+        self.links = {
+            "probit": Link(self._probit, "variance"),
+            "mc": Link(MonteCarlo(self.inverse_link), "marginals"),
+            "quadrature": Link(Quadrature(self.inverse_link), "variance"),
+        }
+
+    @property
+    def described(self) -> str:
+        return f"{self.name}({', '.join(f'{c:.6g}' for c in self.cut_points.tolist())})"
+
+    def check_outputs(self, f: Tensor) -> None:
+        super().check_outputs(f)
+        if f.shape[1] != 1:
+            raise InputError(
+                f"'ordinal' needs one output, to which the cut points are compared; the network's output has shape "
+                f"{tuple(f.shape)}. For one logit per class write likelihood='classification'."
+            )
+
+    def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        y = class_indices(len(f), y)
+        check_range(y, len(self.cut_points) + 1, f"{len(self.cut_points)} cut points")
+        return y
+
+    def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
+        return self._log_classes(f).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+    def score(self, f: Tensor, y: Tensor) -> Tensor:
+        return self._scores(f).gather(-1, y.unsqueeze(-1))
+
+    def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
+        return OutputCurvature(diagonal=(self.inverse_link(f) * self._scores(f).square()).sum(-1, keepdim=True))
+
+    def sample(self, f: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        return drawn_classes(self.inverse_link(f.double()), n_samples, generator)
+
+    def inverse_link(self, f: Tensor) -> Tensor:  # (..., 1) -> (..., K)
+        return self._log_classes(f).exp()
+
+    def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
+        assert p is not None
+        return Classes(probs=p)
+
+    def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        assert p is not None
+        return decompose(p, outputs, draws, self.inverse_link)
+
+    def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:
+        assert p is not None
+        return entropy(p)
+
+    def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
+        assert p is not None
+        return log_of_classes(p, y)
+
+    def _probit(self, f: Tensor, variance: Tensor) -> Tensor:
+        """Differences of sigmoid((c_k - f) / sqrt(1 + pi/8 S))."""
+        upper, lower = self._offsets(f)
+        root = torch.sqrt(1 + math.pi / 8 * variance)
+        return _log_between(upper / root, lower / root).exp()
+
+    def _log_classes(self, f: Tensor) -> Tensor:
+        return _log_between(*self._offsets(f))
+
+    def _scores(self, f: Tensor) -> Tensor:  # (..., K)
+        """d log p_k / df of every class."""
+        upper, lower = self._offsets(f)
+        return lower.sigmoid() - (-upper).sigmoid()
+
+    def _offsets(self, f: Tensor) -> tuple[Tensor, Tensor]:  # (..., K) each
+        """a and b for every class."""
+        cuts, end = self.cut_points.to(f), f.new_tensor([torch.finfo(f.dtype).max ** 0.5])  # as good as infinity
+        return torch.cat([cuts, end]) - f, torch.cat([-end, cuts]) - f
+
+
+def _log_between(upper: Tensor, lower: Tensor) -> Tensor:
+    """log(sigmoid(upper) - sigmoid(lower)), nothing of which cancels."""
+    return logsigmoid(upper) + logsigmoid(-lower) + torch.log(-torch.expm1(lower - upper))
+
+
+def _checked_cut_points(given: int | Sequence[float] | Tensor | None) -> Tensor:
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 2:
+        return torch.arange(given - 1, dtype=torch.float64) - (given - 2) / 2
+    try:
+        points = torch.as_tensor(given, dtype=torch.float64).detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        points = torch.empty(0)
+    if points.dim() != 1 or not len(points) or not points.isfinite().all() or not (points.diff() > 0).all():
+        raise OptionError(
+            f"cut_points={shown(given)}: 'ordinal' needs its ascending cut points, Ordinal([-1.0, 0.0, 2.0]) "
+            "for four classes, or the number of classes, Ordinal(4), for points that are 1 apart."
+        )
+    return points
