@@ -144,8 +144,11 @@ def _layout(state: Mapping[str, Any]) -> Layout:
 
 def _points(la: Laplace, state: Mapping[str, Any]) -> Points | None:
     """The kept points, where there are some."""
-    if INPUTS not in state:
+    if not getattr(la.structure, "keeps_points", False):
         return None
+    missing = [key for key in (INPUTS, VECTORS, NUMBERS) if key not in state]
+    if missing:
+        raise InputError(f"the state is damaged: a 'gp' predicts from points of the data, and {missing[0]} is missing.")
     pairs = enumerate(zip(state[INPUTS], state[VECTORS], strict=True))
     keys = la._keys
     parts = [Batch(i, Inputs(_plain(x), keys=keys, pairs=keys.pairs), y.clone()) for i, (x, y) in pairs]

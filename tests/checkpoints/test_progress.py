@@ -122,6 +122,16 @@ def test_what_was_counted_is_not_run_again(tmp_path):
     assert la.n_data == 23
 
 
+def test_what_a_killed_process_left_beside_the_file_is_removed_with_it(tmp_path):
+    model, x, y = make("mlp", "classification")
+    (tmp_path / ".fit.1-ab.tmp").touch()
+    (tmp_path / "fit.tmp").touch()  # somebody else's
+    Laplace(model, "classification").fit(cut(x, y, 3), checkpoint=tmp_path / "fit", every=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.tmp"]
+    Laplace(model, "classification").fit(cut(x, y, 3), checkpoint=tmp_path / "no folder yet" / "fit")
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.tmp"]  # nothing was written in so few batches
+
+
 def test_a_fit_that_adds_goes_on_too(tmp_path):
     model, x, y = make("mlp", "regression")
     expected, la = (Laplace(model, "regression", "all").fit(cut(x[:9], y[:9], 4)) for _ in range(2))

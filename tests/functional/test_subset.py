@@ -116,6 +116,10 @@ def test_a_state_holds_data_and_is_given_only_when_asked_for(subset, independent
     again.load_state_dict(torch.load(tmp_path / "gp.pt", weights_only=True))
     assert torch.equal(again(x), la(x))
     assert torch.equal(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    state = la.state_dict(with_data=True)
+    for key in [key for key in state if key.startswith("points/")]:
+        with pytest.raises(InputError, match=f"{key} is missing"):
+            again.load_state_dict({k: v for k, v in state.items() if k != key})
     options["independent_outputs"] = not independent
     other = Laplace(la.model, "classification", hessian_structure="gp", **options)
     with pytest.raises(InputError, match=r"the state has structure=.*independent_outputs"):

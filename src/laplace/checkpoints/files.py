@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 from collections.abc import Iterator
@@ -33,10 +34,8 @@ def remove(path: str | os.PathLike[str]) -> None:
     """Remove a file, and what a killed process left beside it."""
     path = Path(path)
     path.unlink(missing_ok=True)
-    start, end = f".{path.name}.", ".tmp"
-    for beside in path.parent.iterdir():
-        if beside.name.startswith(start) and beside.name.endswith(end):
-            beside.unlink(missing_ok=True)
+    for beside in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        beside.unlink(missing_ok=True)
 
 
 def _to_disk(path: Path) -> None:
