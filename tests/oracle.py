@@ -135,6 +135,7 @@ def softmax_gaussian_integral(f: Tensor, covariance: Tensor, order: int = 40) ->
 
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+KRONECKER = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, *TABLES)
 INPUTS_LEFT = (nn.modules.conv._ConvTransposeNd, *TABLES)  # weights whose rows are inputs: A (x) B
 
 
@@ -147,17 +148,20 @@ def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing
     position.
     """
     blocks: dict[str, Tensor] = {}
-    modules = {k: m for k, m in model.named_modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd, *TABLES))}
+    modules = {k: m for k, m in model.named_modules() if isinstance(m, KRONECKER)}
     biases: dict[str, list[Tensor]] = {k: [] for k in modules}  # g (C, O), summed over positions
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {k: [] for k in modules}  # a (T, Gr, I), g (C, T, Gr, O)
     for one in x:
         calls: list[tuple[str, Tensor, Tensor]] = []
 
-        def hook(name: str, args: tuple[Tensor, ...], out: Tensor, calls: list = calls) -> Tensor:
-            calls.append((name, args[0].detach().clone(), out))
+        def hook(name: str, args: list[Tensor], out: Tensor, calls: list = calls) -> Tensor:
+            calls.append((name, _read(args).detach().clone(), out))
             return out.clone()  # what follows may write to it in place
 
-        handles = [m.register_forward_hook(lambda m, a, o, k=k: hook(k, a, o)) for k, m in modules.items()]
+        handles = [
+            m.register_forward_hook(lambda m, a, kw, o, k=k: hook(k, [*a, *kw.values()], o), with_kwargs=True)
+            for k, m in modules.items()
+        ]
         f = model(one.unsqueeze(0)).squeeze(0)
         for handle in handles:
             handle.remove()
@@ -179,6 +183,11 @@ def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing
             flat = torch.stack(biases[j]).unflatten(0, (len(x), -1)).sum(1)
             blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(flat, lam, strict=True))
     return {name: blocks[name] for name in names if name in blocks}
+
+
+def _read(args: list[Tensor]) -> Tensor:
+    """What a layer is linear in: the products of features where there are two inputs."""
+    return args[0] if len(args) == 1 else (args[0].unsqueeze(-1) * args[1].unsqueeze(-2)).flatten(-2)
 
 
 def _per_example(seen: list[list[tuple[Tensor, Tensor]]], n: int) -> list[tuple[Tensor, Tensor]]:
@@ -205,7 +214,7 @@ def _factors(seen: list[list[tuple[Tensor, Tensor]]], lam: Tensor, sharing: str)
 
 def _positions(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """(T, Gr, I) and (C, T, Gr, O) of one call on one example; patches are read off by one-hot kernels."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, (nn.Linear, nn.Bilinear)):
         return a.reshape(-1, 1, a.shape[-1]), g.reshape(len(g), -1, 1, g.shape[-1])
     if isinstance(module, TABLES):
         return _looked_up(module, a, g)

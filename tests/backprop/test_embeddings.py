@@ -206,3 +206,18 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag"])
+def test_sums_of_a_table_are_saved_loaded_and_added_to(structure):
+    model, x = network("padding")
+    y = labels("regression", len(x), 2)
+    la = Laplace(model, "regression", "all", structure).fit(cut(x, y, 5))
+    again = Laplace(model, "regression", "all", structure)
+    again.load_state_dict(la.state_dict())
+    assert_close(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    assert_close(again(x)[1], la(x)[1])
+    if structure != "ekfac":
+        parts = Laplace(model, "regression", "all", structure).fit(cut(x[:6], y[:6], 4))
+        parts.fit(cut(x[6:], y[6:], 4), override=False)
+        assert_close(parts(x)[1], la(x)[1])
