@@ -22,7 +22,7 @@ from laplace.structures import STRUCTURES, Pass, Structure, Sums
 from laplace.weights.layout import Layout
 
 _RESTARTS = 20  # readings of the data after which a network is given up that shows another side in every one
-_STATE = ("_before", "_n_before", "data", "n_data", "n_outputs", "_forms", "_compared", "_together")
+_STATE = ("_before", "_n_before", "data", "n_data", "n_outputs", "_forms", "_compared", "_together", "_counting")
 _HELD = 2**23  # numbers held back before their moments are taken
 
 

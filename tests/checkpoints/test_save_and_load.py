@@ -274,3 +274,17 @@ def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monke
         la.save(tmp_path / "la")
     assert (tmp_path / "la").read_bytes() == before
     assert [*tmp_path.iterdir()] == [tmp_path / "la"]
+
+
+def test_a_likelihood_with_options_is_passed_again_and_a_plain_one_is_found(tmp_path):
+    model, x, y = make("mlp", "classification")
+    for likelihood, again in (
+        (Categorical(), None),
+        (Categorical(label_smoothing=0.1), Categorical(label_smoothing=0.1)),
+    ):
+        la = Laplace(model, likelihood).fit(cut(x, y, 6))
+        la.save(tmp_path / "la")
+        assert torch.equal(Laplace.load(tmp_path / "la", model, likelihood=again)(x), la(x))
+    for other in (None, "classification", Categorical(label_smoothing=0.2)):
+        with pytest.raises(CheckpointError, match="smoothing"):
+            Laplace.load(tmp_path / "la", model, likelihood=other)

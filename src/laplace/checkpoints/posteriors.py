@@ -84,9 +84,10 @@ def _options(la: Laplace) -> dict[str, Any]:
     options |= (
         {"last_layer_name": subset.name, "feature_reduction": subset.reduction} if isinstance(subset, Last) else {}
     )
-    ours = type(likelihood) is LIKELIHOODS.get(likelihood.name) and not vars(likelihood)
+    known = LIKELIHOODS.get(likelihood.name)
+    ours = type(likelihood) is known and likelihood.described == known().described
     return options | {
-        "likelihood": {"name": likelihood.name, "ours": ours},
+        "likelihood": {"name": likelihood.described, "ours": ours},
         "hessian_structure": "gp" if kinds else structure.name,
         "subset_of_weights": _subset(la),
         "subnetwork_indices": la.subnetwork_indices,
@@ -128,10 +129,10 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
         if told["ours"]:
             return likelihood_named(told["name"])
         raise CheckpointError(
-            f"{str(path)!r} has a likelihood of yours, {told['name']!r}, and files hold no code. Write "
-            "Laplace.load(..., likelihood=) with the same one."
+            f"{str(path)!r} has a likelihood with options of yours, {told['name']!r}, and files hold no code. "
+            "Write Laplace.load(..., likelihood=) with the same one."
         )
-    if (name := likelihood_named(given).name) != told["name"]:
+    if (name := likelihood_named(given).described) != told["name"]:
         raise CheckpointError(f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}.")
     return likelihood_named(given)
 
