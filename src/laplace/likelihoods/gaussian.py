@@ -68,7 +68,7 @@ class Gaussian(Likelihood):
         return (value - f) / r.square()
 
     def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
-        return OutputCurvature(diagonal=self._read(f, f if y is None else y)[1].pow(-2))
+        return OutputCurvature(diagonal=torch.ones_like(f).mul_(self._read(f, f if y is None else y)[1].pow(-2)))
 
     def drawn_scores(self, f: Tensor, y: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         return normals_by_example(f.shape[0], n_samples, f.shape[1], f, generator) / self._read(f, y)[1]
@@ -85,7 +85,7 @@ class Gaussian(Likelihood):
         return {
             "loss": targets.total(0.5 * ((value - f) / r).square().sum(-1)).double(),
             "count": f.shape[1] * targets.total(ones),
-            "log_noise": targets.total(r.log().sum(-1)).double(),
+            "log_noise": f.shape[1] * targets.total(r.log().mean(-1).expand(len(f))).double(),
         }
 
     def log_likelihood(self, sums: Sums, sigma: Tensor) -> Tensor:
@@ -117,17 +117,21 @@ class Gaussian(Likelihood):
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
         """A multivariate normal where covariances are known, else independent normals."""
-        return _observed(outputs, (sigma.to(outputs.mean) * self._relative(outputs.mean)).square())
+        return _observed(outputs, self._noise(outputs, sigma))
 
     def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        return outputs.variance, (sigma.to(outputs.mean) * self._relative(outputs.mean)).square()
+        return outputs.variance, self._noise(outputs, sigma)
+
+    def _noise(self, outputs: Outputs, sigma: Tensor) -> Tensor:  # (N, C)
+        """The variance of an observation."""
+        return (sigma.to(outputs.mean) * self._relative(outputs.mean)).square().expand_as(outputs.mean)
 
     def _read(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """y and r, (N, C) each."""
+        """y, (N, C), and r, (N, C), (C,) or (1,)."""
         return y, self._relative(f)
 
     def _relative(self, f: Tensor) -> Tensor:
-        return torch.ones_like(f) if self.per_output is None else self.per_output.to(f).expand_as(f)
+        return f.new_ones(1) if self.per_output is None else self.per_output.to(f)
 
 
 class GivenNoise(Gaussian):
