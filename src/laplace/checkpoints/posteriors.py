@@ -85,7 +85,7 @@ def _options(la: Laplace) -> dict[str, Any]:
         {"last_layer_name": subset.name, "feature_reduction": subset.reduction} if isinstance(subset, Last) else {}
     )
     known = LIKELIHOODS.get(likelihood.name)
-    ours = type(likelihood) is known and likelihood.described == known().described
+    ours = known is not None and type(likelihood) is known and likelihood.described == known().described
     return options | {
         "likelihood": {"name": likelihood.described, "ours": ours},
         "hessian_structure": "gp" if kinds else structure.name,
