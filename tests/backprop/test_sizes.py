@@ -86,7 +86,7 @@ def test_what_is_kept_counts_the_inputs_of_layers():
     class Part:
         inputs, y = None, torch.zeros(N, 1, 2)
 
-    points = Points([Part()])
+    points = Points([Part()], torch.arange(N))
     list(points.gradients(Engine(), limit))
     assert not points._held
     list(points.gradients(Engine(), 10**6))

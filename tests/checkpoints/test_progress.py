@@ -299,6 +299,7 @@ def test_a_killed_process_is_taken_up_by_the_next(structure, tmp_path):
 
 
 def test_ctrl_c_leaves_the_object_and_the_network_as_they_were(tmp_path):
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     model, x, y = make("residual", "classification")
     model.train()
     weights = {key: value.clone() for key, value in model.state_dict().items()}
@@ -314,6 +315,7 @@ def test_ctrl_c_leaves_the_object_and_the_network_as_they_were(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         la.fit(Pressed(cut(x, y, 3)), checkpoint=tmp_path / "fit", every=2)
+    signal.signal(signal.SIGINT, usual)
     assert float(la.log_marginal_likelihood()) == before
     assert la.n_data == 9
     assert model.training

@@ -82,14 +82,16 @@ class Gaussian(Likelihood):
     def sums(self, f: Tensor, targets: Targets) -> Sums:
         value, r = self._read(f, targets.y)
         ones = torch.ones(len(f), dtype=torch.float64, device=f.device)
-        return {
+        sums = {
             "loss": targets.total(0.5 * ((value - f) / r).square().sum(-1)).double(),
             "count": f.shape[1] * targets.total(ones),
-            "log_noise": f.shape[1] * targets.total(r.log().mean(-1).expand(len(f))).double(),
         }
+        if r.numel() > 1:  # a common noise is sigma's alone
+            sums["log_noise"] = f.shape[1] * targets.total(r.log().mean(-1).expand(len(f))).double()
+        return sums
 
     def log_likelihood(self, sums: Sums, sigma: Tensor) -> Tensor:
-        normaliser = 0.5 * sums["count"] * (math.log(2 * math.pi) + 2 * sigma.log()) + sums["log_noise"]
+        normaliser = 0.5 * sums["count"] * (math.log(2 * math.pi) + 2 * sigma.log()) + sums.get("log_noise", 0.0)
         return -sums["loss"] / sigma.square() - normaliser
 
     def curvature_scale(self, curvature: str, sigma: Tensor) -> Tensor:
