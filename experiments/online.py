@@ -68,7 +68,7 @@ def train(task: str, data: Data, depth: int, width: int, epochs: int, seed: int,
         task,
         n_epochs=epochs,
         marglik_frequency=5,
-        n_epochs_burnin=10 if fixed is None else epochs,
+        n_epochs_burnin=epochs // 3 if fixed is None else epochs,
         prior_prec_init=1.0 if fixed is None else fixed,
         sigma_noise_init=1.0,
         optimizer_kwargs={"lr": 1e-2},
@@ -95,9 +95,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed and few epochs")
     parser.add_argument("--data", default=os.environ.get(VARIABLE), help="folder with uci/<set>.npz")
     args = parser.parse_args()
-    settings = {"seeds": 1 if args.quick else 3, "epochs": 60 if args.quick else 300}
+    epochs = 60 if args.quick else 300
+    settings = {"seeds": 1 if args.quick else 3, "epochs": epochs, "burn-in": epochs // 3}
     rows = Rows(f"online{'-quick' if args.quick else ''}", settings)
-    seeds, epochs = range(settings["seeds"]), settings["epochs"]
+    seeds = range(settings["seeds"])
     shapes = [(1, 5), (1, 50), (2, 5), (2, 50), (3, 50)]
     for task, make in (("regression", wave), ("classification", digits)):
         print(f"\n{task}: {'true noise ' + str(NOISE) if task == 'regression' else '300 examples'}")
