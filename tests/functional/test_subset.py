@@ -181,7 +181,7 @@ def test_what_is_asked_of_weights_says_what_there_is(approximation):
         ({"functional_approximation": "variational"}, r"'variational' trains inducing points.*'sod'.*'nystrom'"),
         (
             {"rank": 3},
-            r"rank=3 belongs to hessian_structure=.*'gp' with functional_approximation='nystrom'; 'gp' with .*'sod' has no",
+            r"rank=3 belongs to .*'gp' with functional_approximation='nystrom'; 'gp' with .*'sod' has no",
         ),
         ({"functional_approximation": "nystrom", "rank": 0.5}, "rank=0.5 must be a whole number of at least 1"),
         ({"functional_approximation": "nystrom", "independent_outputs": True}, "independent_outputs=True belongs to"),
