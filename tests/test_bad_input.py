@@ -100,7 +100,8 @@ def test_non_finite_outputs_are_named_with_their_batch_and_example(la, bad):
     ("batch", "says"),
     [
         (X, "is a Tensor"),
-        ((X, Y, Y), "tuple of length 3"),
+        ((X, Y, Y, Y), "tuple of length 4"),
+        ((X, Y, Y), "mask must hold true and false"),
         ((X, [0, 1]), "labels of batch 0 are a list"),
         ({"x": X}, r"keys \['x'\].*dict_key_y"),
         (3, "is a int"),

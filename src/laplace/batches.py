@@ -2,7 +2,8 @@
 
 A batch of training data is a pair `(x, y)` or a mapping that holds the labels under a key. `x` is a tensor, a tuple of
 tensors (several inputs, passed positionally), or a mapping. A mapping goes to the network as keyword arguments where
-its `forward` names the mapping's keys (Hugging Face), and as one positional argument where it does not.
+its `forward` names the mapping's keys (Hugging Face), and as one positional argument where it does not. A third
+element, or a key `mask` that `forward` does not name, says at which positions labels count.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import length_hint
 from typing import Any
 
@@ -22,6 +23,8 @@ from tqdm.auto import tqdm
 
 from laplace.errors import InputError, LaplaceError, ModelError
 from laplace.precision import as_called
+
+MASK = "mask"  # the key of a mapping's mask
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class Inputs:
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
-            return (), {k: v for k, v in self.x.items() if k != self.keys.y}
+            left = {self.keys.y} if _names_mask(model) else {self.keys.y, MASK}
+            return (), {k: v for k, v in self.x.items() if k not in left}
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
 
 
@@ -109,10 +113,17 @@ class Batch:
     index: int
     inputs: Inputs
     y: Tensor
+    mask: Tensor | None = None  # (N, *positions), true where a label counts; None where all do
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Some of the examples."""
+        mask = None if self.mask is None else self.mask[start:stop]
+        return Batch(self.index, self.inputs.part(start, stop), self.y[start:stop], mask)
 
 
-def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
-    """Inputs and labels of the `index`-th batch of a loader."""
+def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
+    """The `index`-th batch of a loader of `model`."""
+    mask = None
     if isinstance(batch, Mapping):
         if keys.y not in batch:
             raise InputError(
@@ -120,19 +131,26 @@ def split(batch: Any, keys: Keys, index: int) -> tuple[Inputs, Tensor]:
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )
         y, x = batch[keys.y], batch
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) == 2:
-        x, y = batch
+        mask = None if _names_mask(model) else batch.get(MASK)
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) in (2, 3):
+        x, y, mask = batch if len(batch) == 3 else (*batch, None)
     else:
         length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise InputError(
             f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or a mapping with the "
-            "labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
+            "labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y); a mask of labels comes third: "
+            "(x, y, mask)."
+        )
+    if mask is not None and not isinstance(mask, Tensor):
+        raise InputError(
+            f"the mask of batch {index}, its third part, is a {type(mask).__name__}; needed is a tensor, true where a "
+            "label counts. Several inputs go into a tuple: ((x1, x2), y)."
         )
     if not isinstance(y, Tensor):
         raise InputError(
             f"the labels of batch {index} are a {type(y).__name__}; needed is a tensor: torch.as_tensor(y)."
         )
-    return Inputs(x, keys=keys), y
+    return Batch(index, Inputs(x, keys=keys), y, mask)
 
 
 def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
@@ -145,13 +163,13 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
         raise InputError(f"a {type(loader).__name__} gives single examples. Write DataLoader(dataset, batch_size=128).")
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
-        inputs, y = split(batch, keys, index)
-        if y.shape[:1] != (0,):
-            yield Batch(index, inputs.to(device), y)
+        found = split(batch, keys, index, model)
+        if found.y.shape[:1] != (0,):
+            yield replace(found, inputs=found.inputs.to(device))
 
 
 def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool) -> Iterator[Inputs]:
-    """The inputs in `x`: one batch, or the batches `x`, `(x,)`, `(x, y)` or mappings of a loader."""
+    """The inputs in `x`: one batch, or the batches `x`, `(x,)`, `(x, y)`, `(x, y, mask)` or mappings of a loader."""
     if isinstance(x, (Tensor, Mapping, tuple)):
         yield Inputs(x, kwargs, keys)
         return
@@ -160,7 +178,7 @@ def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: 
             f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed."
         )
     for batch in _bar(x, progress, "predict"):
-        one = isinstance(batch, (tuple, list)) and len(batch) in (1, 2)
+        one = isinstance(batch, (tuple, list)) and len(batch) in (1, 2, 3)
         yield Inputs(batch[0] if one else batch, kwargs, keys)
 
 
@@ -220,6 +238,11 @@ def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) ->
     if keys.x in names:
         return True
     return required <= set(mapping) and bool(names & set(mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def _names_mask(model: nn.Module) -> bool:
+    """Whether `forward` has a mask of its own, which then is no mask of labels."""
+    return MASK in inspect.signature(model.forward).parameters
 
 
 def _leads(value: Any, n: int | None) -> bool:

@@ -99,6 +99,8 @@ def _kept(sums: dict) -> str:
         return f"kernel {rows} x {rows}" if groups == 1 else f"{groups} kernels {rows} x {rows}"
     if "U" in sums:
         return f"{len(sums['U'])} directions"
+    if "b" in sums:
+        return f"kron diagonal {sums['b'].shape[-1]} x {sums['A'].shape[-1]}"
     name, left, right = ("ekfac", "left", "right") if "E" in sums else ("kron", "B", "A")
     groups = sums[left].shape[0]
     factors = f"{name} {sums[left].shape[-1]} x {sums[right].shape[-1]}"

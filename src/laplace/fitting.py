@@ -112,6 +112,8 @@ class Accumulator:
 
     def _finish(self) -> None:
         """Make of the run over the data what the structure makes of it."""
+        if not self.data:
+            raise InputError("no label counts: every one is masked, or -100.")
         with torch.no_grad():
             self._take()
             found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
@@ -137,22 +139,19 @@ class Accumulator:
             run = self._run(group.joined())
             if not self._compared:
                 self._compared = True
-                first = group.batches()[0]
-                self._together = _alike(run[0].outputs[: len(first.y)], self.engine.forward(first.inputs).outputs)
+                alone = self._run(group.batches()[0])[0].outputs
+                self._together = _alike(run[0].outputs[: len(alone)], alone)
         except Exception:
             self._together = False
         return run if self._together else None
 
     def _run(self, batch: Batch) -> tuple[Forward, Tensor]:
         """Run a batch; what is refused is refused here, before anything is added."""
-        forward = self.engine.forward(batch.inputs)
-        f = forward.outputs
         try:
-            self.likelihood.check_outputs(f)
-            check_finite(f, "the network's outputs hold")
-            y = self.likelihood.check_targets(f, batch.y.to(f.device))
+            forward, y = counted(self.engine.forward(batch.inputs), batch, self.likelihood)
         except InputError as error:
             raise InputError(f"batch {batch.index}: {error}") from None
+        f = forward.outputs
         if self.n_outputs not in (0, f.shape[1]):
             raise InputError(
                 f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
@@ -162,10 +161,11 @@ class Accumulator:
     def _count(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
         f = forward.outputs
         self._like = f[:0]
-        with torch.no_grad():
-            self._keep(inputs, forward, y)
-            _add(self.data, self.likelihood.sums(f, y))
-        self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
+        if len(f):
+            with torch.no_grad():
+                self._keep(inputs, forward, y)
+                _add(self.data, self.likelihood.sums(f, y))
+        self.n_data, self.n_outputs = self.n_data + forward.positions.n, f.shape[1]
 
     def _keep(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
         """What the structure keeps of a batch: its moments, taken now or with those of the next ones."""
@@ -233,6 +233,15 @@ class Accumulator:
 def _alike(f: Tensor, other: Tensor) -> bool:
     """Equal up to rounding."""
     return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
+
+
+def counted(forward: Forward, batch: Batch, likelihood: Likelihood) -> tuple[Forward, Tensor]:
+    """A run and its labels without what is masked, both checked."""
+    y, kept = forward.positions.labels(batch.y.to(forward.outputs.device), batch.mask)
+    forward = forward if kept is None else forward.counting(kept)
+    likelihood.check_outputs(forward.outputs)
+    check_finite(forward.outputs, "the network's outputs hold")
+    return forward, likelihood.check_targets(forward.outputs, y) if len(y) else y
 
 
 def check_finite(f: Tensor, what: str) -> None:

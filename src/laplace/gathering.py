@@ -47,7 +47,10 @@ class Group:
 
     def _part(self, start: int, end: int, index: int) -> Batch:
         *inputs, y = [t[start:end] for t in self._tensors]
-        return Batch(index, self._first.inputs.with_tensors(inputs), y)
+        mask = None
+        if self._first.mask is not None:
+            *inputs, y, mask = *inputs, y
+        return Batch(index, self._first.inputs.with_tensors(inputs), y, mask)
 
 
 def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batch | Group]:
@@ -71,14 +74,15 @@ def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batc
 def _kind(batch: Batch) -> Any:
     """What batches must share to be joined; None for those that cannot be."""
     size = batch.inputs.size
-    if size is None or batch.y.shape[:1] != (size,) or not _only_tensors(batch.inputs.x):
+    leads = {t.shape[:1] for t in _tensors(batch)}
+    if size is None or leads != {(size,)} or not _only_tensors(batch.inputs.x):
         return None
     keys = tuple(batch.inputs.x) if isinstance(batch.inputs.x, Mapping) else None
-    return keys, [(t.shape[1:], t.dtype, t.device) for t in _tensors(batch)]
+    return keys, batch.mask is None, [(t.shape[1:], t.dtype, t.device) for t in _tensors(batch)]
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    return [*batch.inputs.tensors(), batch.y]
+    return [*batch.inputs.tensors(), batch.y, *([] if batch.mask is None else [batch.mask])]
 
 
 def _only_tensors(x: Any) -> bool:

@@ -26,6 +26,7 @@ from laplace.fitting import check_finite
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.options import generator_or_none
+from laplace.positions import Positions
 from laplace.prior import positive
 from laplace.tuning.evidence import climb
 from laplace.tuning.space import Space
@@ -227,12 +228,15 @@ class _Training:
         """log p(y given f), the mean over a batch."""
         likelihood, f = self.la.likelihood, batch.inputs.call(self.la.model)
         try:
+            positions = Positions.of(f, self.la.class_dim)
+            y, kept = positions.labels(batch.y.to(f.device), batch.mask)
+            f = positions.rows(f) if kept is None else positions.rows(f)[kept]
             likelihood.check_outputs(f)
             check_finite(f.detach(), "the network's outputs hold")
-            y = likelihood.check_targets(f, batch.y.to(f.device))
+            y = likelihood.check_targets(f, y) if len(y) else y
         except InputError as error:
             raise InputError(f"epoch {len(self.losses) + 1}, batch {batch.index}: {error}") from None
-        return likelihood.log_prob(f, y, sigma.to(f)).mean()
+        return likelihood.log_prob(f, y, sigma.to(f)).sum() / positions.n
 
     def _where(self) -> dict[str, Any]:
         """Weights and hyperparameters."""

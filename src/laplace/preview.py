@@ -20,6 +20,7 @@ from laplace.batches import device_of, split
 from laplace.budget import in_bytes
 from laplace.curvature import CURVATURES
 from laplace.errors import LaplaceError
+from laplace.fitting import counted
 from laplace.functional import FUNCTIONAL
 from laplace.laplace import Laplace
 from laplace.options import whole_number
@@ -27,6 +28,7 @@ from laplace.precision import plain
 from laplace.structures import STRUCTURES, Structure
 
 _EXAMPLES = 2
+_VECTORS = 64  # sent back to see what one costs
 _KINDS = (*STRUCTURES.values(), *FUNCTIONAL.values())
 
 
@@ -106,31 +108,31 @@ def plan(
 
 
 def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Structure]) -> Preview:
-    inputs, y = split(batch, la._keys, 0)
-    inputs, y = inputs.to(device_of(la.model)).part(0, _EXAMPLES), y[:_EXAMPLES]
+    few = split(batch, la._keys, 0, la.model).part(0, _EXAMPLES)
+    inputs = few.inputs.to(device_of(la.model))
     weights = la._find_weights(inputs, keep=False)
     engine = la._engine(weights)
     engine.forward(inputs)  # makes the plan
     counter = FlopCounterMode(display=False)
     with counter:
         forward = engine.forward(inputs)
+    forward, y = counted(forward, few, la.likelihood)
     f = forward.outputs
-    la.likelihood.check_outputs(f)
-    y = la.likelihood.check_targets(f, y.to(f.device))
     kind = "ggn" if la.curvature == "hessian" else la.curvature
-    n, once = len(f), counter.get_total_flops()
+    n, once = forward.positions.n, counter.get_total_flops()
     with torch.no_grad():
         output = CURVATURES[kind](la.likelihood, f, y, la.curvature_samples, torch.Generator().manual_seed(0))
-        vectors = output.root()
+        vectors = forward.vectors(output)
+        some = vectors[:_VECTORS]
         with counter:
-            sent_back = forward.sent(vectors)
+            sent_back = forward.sent(some)
         moments = (
             NetworkMoments(list(sent_back), engine)
             if isinstance(engine, Network)
             else next(iter(forward.moments(output)))
         )
     layout = weights.layout
-    sent = counter.get_total_flops()  # the counter starts anew each time
+    sent = counter.get_total_flops() * len(vectors) / len(some)  # the counter starts anew each time
     epoch = 3 * once / n  # a forward pass, and twice as much for a backward pass to the weights
     found = []
     for name in [*STRUCTURES, "gp"]:

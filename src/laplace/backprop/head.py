@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from laplace.backprop.uses import Outer, Stored
 from laplace.batches import Inputs
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
+from laplace.positions import Positions
 from laplace.replica import replicate
 from laplace.weights.last_layer import LastLayer, close, is_output
+from laplace.weights.pointwise import features as features_last
 
 _CHUNK = 2**24  # elements of an intermediate tensor
 
@@ -34,8 +36,8 @@ class Head:
 
     linear = True
 
-    def __init__(self, model: nn.Module, weights: LastLayer) -> None:
-        self.replica, self.weights = replicate(model), weights
+    def __init__(self, model: nn.Module, weights: LastLayer, class_dim: int | None = -1) -> None:
+        self.replica, self.weights, self.class_dim = replicate(model), weights, class_dim
 
     def room(self) -> int:
         """None: what batches leave is small, and is collected before products are taken."""
@@ -53,7 +55,8 @@ class Head:
             phi = args[0] if args else kwargs["input"]
             seen.append((phi, phi._version, output, output._version))
 
-        handle = self.weights.layer(self.replica).register_forward_hook(capture, with_kwargs=True)
+        layer = self.weights.layer(self.replica)
+        handle = layer.register_forward_hook(capture, with_kwargs=True)
         try:
             with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
                 f = inputs.normal_tensors().call(self.replica)
@@ -70,8 +73,17 @@ class Head:
                 "that operation (h = h + x instead of h += x)."
             )
         dtype = torch.promote_types(f.dtype, torch.float32)
+        positions = Positions.of(f, self.class_dim)
         with nullcontext() if with_grad else torch.no_grad():
-            return HeadForward(f.to(dtype), self.weights.reduce(phi).to(dtype), self.weights)
+            features = self.weights.reduce(features_last(layer, phi)).flatten(0, -2).to(dtype)
+            rows = positions.rows(f).to(dtype)
+        if len(features) != len(rows):
+            raise ModelError(
+                f"the outputs {tuple(f.shape)} with class_dim={self.class_dim} are {len(rows)} x {positions.c}; the "
+                f"last layer {name!r} gives {out.shape[0]} examples at {len(features) // max(1, out.shape[0])} "
+                "positions. class_dim must name the dimension that the last layer makes."
+            )
+        return HeadForward(rows, features, self.weights, positions)
 
     def _check(self, out: Tensor, version: int, f: Tensor) -> None:
         if self.weights.reduction is None or out.dim() == 2:
@@ -90,15 +102,28 @@ class Head:
 class HeadForward:
     """One run: outputs f = W phi + b."""
 
-    outputs: Tensor  # (N, C)
+    outputs: Tensor  # (N, C), or a row for each position that counts
     features: Tensor  # (N, H)
     weights: LastLayer
+    positions: Positions
+
+    def counting(self, kept: Tensor) -> HeadForward:  # (M,), indices into the rows
+        """The same run, of which some rows count."""
+        return replace(self, outputs=self.outputs[kept], features=self.features[kept])
+
+    def cut(self) -> Iterator[tuple[HeadForward, slice]]:
+        """All of it: no gradients are kept."""
+        yield self, _ALL
+
+    def vectors(self, curvature: OutputCurvature) -> Tensor:  # (K, N, C)
+        """The vectors whose outer products sum to `curvature`."""
+        return curvature.root()
 
     @property
     def inputs(self) -> list[Tensor]:
         """The input of each uncertain tensor: phi for the weight, a constant (1, 1) for the bias."""
         one = self.features.new_ones(1, 1)
-        return [self.features if len(shape) == 2 else one for shape in self.weights.layout.shapes]
+        return [self.features if len(shape) > 1 else one for shape in self.weights.layout.shapes]
 
     @property
     def held(self) -> int:
@@ -242,6 +267,9 @@ class HeadMomentsOf:
 
     def outputs(self) -> Tensor:
         return self.shared().unsqueeze(0)
+
+    def output_squares(self) -> Tensor:
+        return self.curvature.squares().sum(0, keepdim=True)
 
     form, first, positions = "kron", True, 1
 

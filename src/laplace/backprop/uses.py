@@ -52,6 +52,10 @@ class Use(ABC):
     def at(self, index: Tensor) -> Use:  # (p',)
         """Of the weights at some indices alone."""
 
+    @abstractmethod
+    def some(self, vectors: slice) -> Use:
+        """For some of the K vectors alone."""
+
     @property
     def held(self) -> int:
         """Numbers per example that are written out to contract G, besides G."""
@@ -87,6 +91,9 @@ class Use(ABC):
         return None
 
     def outputs(self) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
+
+    def output_squares(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def squares_in(self, left: Basis, right: Basis) -> Tensor:
@@ -213,6 +220,11 @@ class Dense(Use):
     def at(self, index: Tensor) -> Dense:
         return Dense(self.g[..., index])
 
+    def some(self, vectors: slice) -> Dense:
+        same = replace(self, g=self.g[vectors])
+        same.chunk = self.chunk
+        return same
+
     def double(self) -> Dense:
         same = replace(self, g=self.g.double())
         same.chunk = self.chunk
@@ -239,6 +251,9 @@ class Sum(Use):
 
     def at(self, index: Tensor) -> Sum:
         return Sum([use.at(index) for use in self.uses])
+
+    def some(self, vectors: slice) -> Sum:
+        return Sum([use.some(vectors) for use in self.uses])
 
     def double(self) -> Sum:
         return Sum([use.double() for use in self.uses])
@@ -351,6 +366,11 @@ class Outer(Use):
     def at(self, index: Tensor) -> Entries:
         return Entries(self, index)
 
+    def some(self, vectors: slice) -> Outer:
+        same = replace(self, g=self.g[vectors], twin=None)
+        same.chunk = self.chunk
+        return same
+
     def inputs(self) -> tuple[Tensor, int]:
         n, _, _, t = self.a.shape
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
@@ -361,6 +381,10 @@ class Outer(Use):
 
     def outputs(self) -> Tensor:
         return self._same_g._output_gram
+
+    def output_squares(self) -> Tensor:
+        g = self.g.sum(4, keepdim=True) if self.reduce else self.g
+        return g.square().sum((0, 1, 4))
 
     @cached_property
     def _output_gram(self) -> Tensor:
@@ -519,6 +543,9 @@ class Entries(Use):
 
     def at(self, index: Tensor) -> Entries:
         return Entries(self.outer, self.index[index])
+
+    def some(self, vectors: slice) -> Entries:
+        return Entries(self.outer.some(vectors), self.index)
 
     def double(self) -> Entries:
         return Entries(self.outer.double(), self.index)

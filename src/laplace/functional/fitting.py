@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Forward
 from laplace.batches import Batch, Inputs
+from laplace.errors import UnsupportedError
 from laplace.fitting import Accumulator
 from laplace.functional.points import Points
 from laplace.functional.structure import Functional
@@ -33,6 +34,11 @@ class SubsetAccumulator(Accumulator):
         return replace(super().fit(mean), points=self.points if self.functional.keeps_points else None)
 
     def _keep(self, inputs: Inputs, forward: Forward, y: Tensor) -> None:
+        if forward.positions.several or len(forward.outputs) < forward.positions.n:
+            raise UnsupportedError(
+                "hessian_structure='gp' keeps whole examples, and this network has outputs at positions, or masked "
+                "labels. Take 'kron', 'diag', 'full' or another structure of the weights."
+            )
         if self.points is None:
             self.subset.see(inputs, self._curvature(forward, y), len(forward.outputs))
         else:

@@ -77,10 +77,12 @@ class Rotated(Pass):
 
     def block_sums(self, moments: MomentsOf, block: KronBlock) -> Contribution:
         """What one batch adds to one tensor's sums."""
+        assert block.left is not None
         return {"E": moments.squares_in(block.left, block.right)}
 
     def kept(self, name: str, found: Sums, block: KronBlock) -> Sums:
         """What stays of one tensor's sums and bases."""
+        assert block.left is not None
         return {"left": block.left.vectors, "right": block.right.vectors, **found}
 
 

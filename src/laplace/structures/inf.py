@@ -93,6 +93,7 @@ class Largest(Rotated):
             _rank_bytes(k, groups * (o + i)), e.device, f"rank={self.rank} keeps {k:,} of {len(e):,} eigenpairs of "
             f"{name!r}, and", "Give a smaller rank=."
         )  # fmt: skip
+        assert block.left is not None
         group, rows, columns = torch.unravel_index(index[:k], (groups, o, i))
         own = torch.nn.functional.one_hot(group, groups).T.unsqueeze(1).to(block.left.vectors)  # (Gr, 1, k)
         left = block.left.vectors[group, :, rows].T * own  # (Gr, O, k), zero outside the pair's group

@@ -8,6 +8,7 @@ multiplies the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps t
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -23,6 +24,7 @@ from laplace.structures.dense import DenseBlock, dense_bytes, dense_work
 from laplace.structures.diag import DiagBlock
 
 DENSE_LIMIT = 1024  # weights up to which a tensor without a Kronecker form gets a dense block; beyond, a diagonal
+WIDE = 8192  # outputs of a layer (a vocabulary) above which B is its diagonal
 DAMPINGS = (False, True, "balanced")
 
 
@@ -44,8 +46,8 @@ class Kron(BlockDiagonal):
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
             return {"H": moments.gram().double()} if small else {"diag": moments.squares()}
-        b = moments.outputs()
-        sums: Contribution = {"B": b}
+        wide = moments.factors[1] > WIDE
+        sums: Contribution = {"b": moments.output_squares()} if wide else {"B": moments.outputs()}
         if moments.first:
             rows = moments.input_rows()
             if rows is None:
@@ -72,7 +74,7 @@ class Kron(BlockDiagonal):
             small = moments.weights <= DENSE_LIMIT
             return dense_bytes(moments.weights) if small else 3 * itemsize * moments.weights
         groups, o, i = moments.factors
-        return 3 * itemsize * groups * (o * o + i * i)
+        return 3 * itemsize * groups * ((o if o > WIDE else o * o) + i * i)
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p = moments.weights
@@ -80,7 +82,17 @@ class Kron(BlockDiagonal):
             return dense_work(moments, vectors) if p <= DENSE_LIMIT else (vectors * p, 0.0)
         groups, o, i = moments.factors
         t = 1 if self.weight_sharing == "reduce" else moments.positions
-        return groups * t * (SYMMETRIC * i * i + vectors * o * o), EIGH * groups * (o**3 + i**3)
+        rows, decomposed = (o, 0) if o > WIDE else (o * o, o**3)
+        return groups * t * (SYMMETRIC * i * i + vectors * rows), EIGH * groups * (decomposed + i**3)
+
+    def notes(self, sums: Sums) -> Iterator[str]:
+        wide = {key.rpartition("/")[0]: b.shape[1] for key, b in sums.items() if key.rpartition("/")[2] == "b"}
+        if wide:
+            named = ", ".join(f"{name} ({o:,} outputs)" for name, o in wide.items())
+            yield (
+                f"of {named} the output factor B is kept as its diagonal: above {WIDE:,} outputs it is too large a "
+                "matrix. Outputs are independent of each other there. See la.coverage()."
+            )
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         if "diag" in sums:
@@ -93,7 +105,7 @@ class Kron(BlockDiagonal):
 class EigenbasisBlock(Block):
     """A block that is diagonal in a Kronecker product of two bases, O x I for each group (a bias is O x 1)."""
 
-    left: Basis  # (Gr, O, O)
+    left: Basis | None  # (Gr, O, O); None for the basis of unit vectors
     right: Basis  # (Gr, I, I)
 
     @abstractmethod
@@ -109,7 +121,7 @@ class EigenbasisBlock(Block):
         return KronGaussian(self.eigenvalues(scale, precision.reshape(())), self)
 
     def matrix(self) -> Tensor:
-        one = self.left.vectors.new_ones(())
+        one = self.right.vectors.new_ones(())
         return KronGaussian(self.eigenvalues(one, 0 * one), self).precision_matrix()
 
 
@@ -119,7 +131,10 @@ class KronBlock(EigenbasisBlock):
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
         self.alpha, self.right = eigh(sums["A"] / sums["count"].to(sums["A"]))  # (Gr, I)
-        self.beta, self.left = eigh(sums["B"])  # (Gr, O)
+        if "b" in sums:
+            self.beta, self.left = sums["b"].clamp(min=0).to(self.alpha), None
+        else:
+            self.beta, self.left = eigh(sums["B"])  # (Gr, O)
         self.damping = damping if len(shape) > 1 else False
         self.commutes = not self.damping
 
@@ -156,16 +171,16 @@ class KronGaussian(BlockGaussian):
         return self._out(self._into(eps) * self.variances.sqrt())  # whatever basis eigh chose
 
     def marginal_variances(self) -> Tensor:
-        return (self.block.left.squares.mT @ self.variances @ self.block.right.squares).flatten()
+        inputs = self.variances @ self.block.right.squares
+        return (inputs if self.block.left is None else self.block.left.squares.mT @ inputs).flatten()
 
     def quadratic(self, vector: Tensor) -> Tensor:
         return (self._into(vector).square() * self.eigenvalues).sum((-3, -2, -1))
 
     def precision_matrix(self) -> Tensor:
         blocks = []
-        for left, right, values in zip(
-            self.block.left.vectors, self.block.right.vectors, self.eigenvalues, strict=True
-        ):
+        for group, (right, values) in enumerate(zip(self.block.right.vectors, self.eigenvalues, strict=True)):
+            left = torch.eye(len(values)).to(right) if self.block.left is None else self.block.left.vectors[group]
             basis = torch.kron(left, right)
             blocks.append((basis * values.flatten()) @ basis.T)
         return torch.block_diag(*blocks)
@@ -181,7 +196,9 @@ class KronGaussian(BlockGaussian):
         return variances.sum(), variances.square().sum()
 
     def _into(self, vectors: Tensor) -> Tensor:  # (..., p) -> (..., Gr, O, I)
-        return self.block.left.vectors.mT @ vectors.unflatten(-1, self.eigenvalues.shape) @ self.block.right.vectors
+        inputs = vectors.unflatten(-1, self.eigenvalues.shape) @ self.block.right.vectors
+        return inputs if self.block.left is None else self.block.left.vectors.mT @ inputs
 
     def _out(self, matrices: Tensor) -> Tensor:  # (..., Gr, O, I) -> (..., p)
-        return (self.block.left.vectors @ matrices @ self.block.right.vectors.mT).flatten(-3)
+        outputs = matrices if self.block.left is None else self.block.left.vectors @ matrices
+        return (outputs @ self.block.right.vectors.mT).flatten(-3)
