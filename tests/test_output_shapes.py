@@ -210,6 +210,34 @@ def test_masked_positions_and_padding_count_for_nothing(task, structure, subset)
         assert la.n_data == 6
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_kron_of_all_weights_does_not_see_padding(task, sharing):
+    model, x, y, class_dim = made("tags", task)
+    lengths = [5, 3, 4, 1, 2, 3]
+    mask = torch.arange(5) < torch.tensor(lengths).unsqueeze(1)
+    f = model(x).detach()
+    lam = [torch.block_diag(*oracle.hessian_of_loss(task, f[i, :n], y[i, :n])) for i, n in enumerate(lengths)]
+    short = [x[i, :n] for i, n in enumerate(lengths)]
+    names = [f"net.{k}" for k in names_of(model, "all")]
+    blocks = oracle.kron_all(Flat(model, class_dim), names, short, lam, sharing)
+    ragged = [(x[:2], y[:2], mask[:2]), (x[2:4, :4], y[2:4, :4], mask[2:4, :4]), (x[4:, :3], y[4:, :3], mask[4:, :3])]
+    for data in ([(x, y, mask)], ragged):
+        la = fitted(model, task, data, "all", "kron", -1, weight_sharing=sharing)
+        exact(dense(la), torch.block_diag(*blocks.values()), 1e-9)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_examples_whose_label_is_ignored_count_for_nothing(structure, subset):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = torch.randn(6, 3).double(), torch.tensor([0, -100, 1, 2, -100, 1])
+    la = fitted(model, "classification", [(x, y)], subset, structure, -1)
+    seen = y >= 0
+    exact(dense(la), dense(fitted(model, "classification", [(x[seen], y[seen])], subset, structure, -1)), 1e-10)
+
+
 def test_small_batches_with_masks_run_together(gathering):
     model, x, y, _ = made("tags", "classification", n=24)
     mask = torch.rand(24, 5) > 0.4

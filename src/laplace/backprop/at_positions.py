@@ -52,6 +52,14 @@ class Rows:
         t = self.positions.count
         return self.kept // t * self.count + torch.searchsorted(self.used, self.kept % t)
 
+    @cached_property
+    def counted(self) -> Tensor | None:  # (N, T)
+        """Whether each row does; None where all do."""
+        if self.kept is None:
+            return None
+        rows = torch.zeros(self.positions.n * self.positions.count, dtype=torch.bool, device=self.kept.device)
+        return rows.index_fill(0, self.kept, True).unflatten(0, (self.positions.n, -1))
+
     def of(self, x: Tensor, lead: int = 0) -> Tensor:  # (..., N, S * C, ...) -> (..., M, C, ...)
         """The rows that count, of what is there for all outputs of each example's used positions."""
         rows = x.unflatten(lead + 1, (self.count, -1)).flatten(lead, lead + 1)

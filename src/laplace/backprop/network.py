@@ -21,7 +21,7 @@ from laplace.algebra import gram
 from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
 from laplace.backprop.plan import Learned, Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
-from laplace.backprop.uses import Dense, Use, Written, along
+from laplace.backprop.uses import Dense, Outer, Use, Written, along
 from laplace.batches import Inputs
 from laplace.budget import Budget
 from laplace.curvature.hessian import HessianMoments
@@ -268,8 +268,11 @@ class NetworkForward:
             Dense(none.expand(k, n, size)) if use is None else use
             for use, size in zip(found, layout.sizes, strict=True)
         ]
+        counted = self.rows.counted
         for use in uses:
             use.chunk = self.network.budget.count(self.network.item_size, share=0.125)
+            if counted is not None and isinstance(use, Outer) and counted.shape[1] in (1, use.positions):
+                use.counted = counted.expand(-1, use.positions)  # a layer's positions are those of the outputs
         return uses
 
     def _send(self, v: Tensor, batched: bool) -> list[Tensor]:

@@ -337,6 +337,7 @@ class Outer(Use):
     first: bool = True
     twin: Outer | None = None  # for a bias: the weight that it goes with
     summed: bool = False  # a bias: further uses are added, not further positions
+    counted: Tensor | None = None  # (N, T), at which positions inputs count; None for all
     _last: tuple[Basis | None, Tensor] | None = field(default=None, init=False, repr=False)
     form = "kron"
 
@@ -373,11 +374,25 @@ class Outer(Use):
 
     def inputs(self) -> tuple[Tensor, int]:
         n, _, _, t = self.a.shape
+        if self.counted is not None:
+            return self._counted_inputs(self.counted)
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
+
+    def _counted_inputs(self, counted: Tensor) -> tuple[Tensor, int]:  # (N, T)
+        """The same without the positions that are masked."""
+        a, seen = self._all(), counted.sum(1)
+        if self.reduce:
+            mean = (a * counted[:, None, None]).sum(3, keepdim=True)[seen > 0] / seen[seen > 0].reshape(-1, 1, 1, 1)
+            return grams(mean), len(mean)
+        rows = a.permute(0, 3, 1, 2)[counted].unsqueeze(3)  # (M, Gr, I, 1)
+        return grams(rows), len(rows)
 
     def input_rows(self) -> Tensor | None:
         n, groups, i, t = self.a.shape
-        return self._all().reshape(n, i) if groups == 1 and t == 1 and i > 1 else None
+        if groups > 1 or t > 1 or i == 1:
+            return None
+        rows = self._all().reshape(n, i)
+        return rows if self.counted is None else rows[self.counted[:, 0]]
 
     def outputs(self) -> Tensor:
         return self._same_g._output_gram
