@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle
-from laplace import Laplace
+from laplace import Laplace, marglik_training
 from laplace.errors import InputError, LaplaceWarning, ModelError, OptionError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the best prior precision", "ignore:of head.weight")
@@ -441,6 +441,55 @@ def test_the_exact_hessian_of_masked_positions():
 
     mean = torch.cat([parameters[k].detach().flatten() for k in names])
     exact(dense(la), torch.autograd.functional.hessian(loss, mean), 1e-9)
+
+
+def test_a_mask_that_the_network_reads_is_its_own():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Tagger(3).double()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.net(x * mask)
+
+    model, (_, x, y, _) = Masked(), made("tags", "classification")
+    weights = torch.rand(6, 5, 1).double()
+    la = fitted(model, "classification", [{"x": x, "mask": weights, "labels": y}], "all", "diag", -1, dict_key_x="x")
+    exact(dense(la), dense(fitted(model.net, "classification", [(x * weights, y)], "all", "diag", -1)), 1e-12)
+    assert la({"x": x, "mask": weights}).shape == (6, 5, 3)
+
+
+def test_gradients_reach_the_inputs():
+    for kind, task in CASES:
+        model, x, y, class_dim = made(kind, task, n=3)
+        for subset in ("all", "last_layer"):
+            la = fitted(model, task, [(x, y)], subset, "kron", class_dim, enable_backprop=True)
+
+            def spread(x: Tensor, la: Laplace = la, task: str = task) -> Tensor:
+                return la(x)[1] if task == "regression" else la(x)
+
+            assert torch.autograd.gradcheck(spread, (x.clone().requires_grad_(),), fast_mode=True)
+
+
+def test_training_on_the_evidence_counts_what_is_not_masked():
+    def trained(mask: Tensor, length: int) -> Tensor:
+        model, x, y, _ = made("tags", "classification")
+        data = [(x[:, :length], y[:, :length], mask[:, :length])]
+        la, *_ = marglik_training(
+            model,
+            data,
+            "classification",
+            "diag",
+            n_epochs=2,
+            n_epochs_burnin=0,
+            marglik_frequency=1,
+            progress_bar=False,
+        )
+        return la.mean
+
+    mask = torch.arange(5) < torch.tensor([3, 2, 3, 1, 3, 2]).unsqueeze(1)
+    exact(trained(mask, 5), trained(mask, 3), 1e-9)
+    assert float((trained(mask, 5) - trained(torch.ones_like(mask), 5)).abs().max()) > 1e-6
 
 
 def test_a_wide_output_factor_is_kept_as_its_diagonal(monkeypatch):

@@ -3,7 +3,7 @@
 A batch of training data is a pair `(x, y)` or a mapping that holds the labels under a key. `x` is a tensor, a tuple of
 tensors (several inputs, passed positionally), or a mapping. A mapping goes to the network as keyword arguments where
 its `forward` names the mapping's keys (Hugging Face), and as one positional argument where it does not. A third
-element, or a key `mask` that `forward` does not name, says at which positions labels count.
+element, or a key `mask` beside those that `forward` names, says at which positions labels count.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Inputs:
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
-            left = {self.keys.y} if _names_mask(model) else {self.keys.y, MASK}
+            left = {self.keys.y} if _reads_mask(model, self.x, self.keys) else {self.keys.y, MASK}
             return (), {k: v for k, v in self.x.items() if k not in left}
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
 
@@ -131,7 +131,7 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )
         y, x = batch[keys.y], batch
-        mask = None if _names_mask(model) else batch.get(MASK)
+        mask = None if _reads_mask(model, batch, keys) else batch.get(MASK)
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) in (2, 3):
         x, y, mask = batch if len(batch) == 3 else (*batch, None)
     else:
@@ -240,9 +240,11 @@ def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) ->
     return required <= set(mapping) and bool(names & set(mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def _names_mask(model: nn.Module) -> bool:
-    """Whether `forward` has a mask of its own, which then is no mask of labels."""
-    return MASK in inspect.signature(model.forward).parameters
+def _reads_mask(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> bool:
+    """Whether a mapping's mask is the network's own: it takes one by name, any keyword, or the whole mapping."""
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return anything or MASK in parameters or not _takes_keywords(model, mapping, keys)
 
 
 def _leads(value: Any, n: int | None) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
+from laplace.backprop.plan import EXAMPLES
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
 from laplace.coverage import Coverage, coverage_of, not_kron
@@ -330,9 +331,9 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         return weights
 
     def _positions(self, inputs: Inputs) -> Positions:
-        """The shape of the outputs, from a run on one example."""
+        """The shape of the outputs, from a run on a few examples."""
         with torch.inference_mode(False), torch.no_grad():
-            f = inputs.part(0, 1).map(torch.clone).call(replicate(self.model))  # which may write to them
+            f = inputs.part(0, EXAMPLES).map(torch.clone).call(replicate(self.model))  # which may write to them
         return Positions.of(f, self.class_dim)
 
     def _may_have_chosen(self, curvature: str) -> bool:

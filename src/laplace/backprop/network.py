@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.algebra import gram
 from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
-from laplace.backprop.plan import Learned, Plan, make_plan, zeros_for
+from laplace.backprop.plan import EXAMPLES, Learned, Plan, make_plan, zeros_for
 from laplace.backprop.record import Recorded, Recorder
 from laplace.backprop.uses import Dense, Outer, Use, Written, along
 from laplace.batches import Inputs
@@ -134,9 +134,9 @@ class Network:
             yield inputs.part(start, start + step)
 
     def _positions(self, inputs: Inputs) -> Positions:
-        """The shape of the outputs, from a run on one example."""
+        """The shape of the outputs, from a run on a few examples."""
         with torch.inference_mode(False), torch.no_grad():
-            return Positions.of(inputs.part(0, 1).map(torch.clone).call(self.replica), self.class_dim)
+            return Positions.of(inputs.part(0, EXAMPLES).map(torch.clone).call(self.replica), self.class_dim)
 
 
 class NetworkForward:
