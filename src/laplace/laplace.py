@@ -378,7 +378,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     def _engine(self, weights: LastLayer | Selection, plan: Plan | None = None) -> Head | Network:
         """What runs the network; the `plan` of a network is kept from one call to the next."""
         if isinstance(weights, LastLayer):
-            return Head(self.model, weights, self.class_dim)
+            return Head(self.model, weights, self._budget, self.class_dim)
         reduce = getattr(self.structure, "weight_sharing", "expand") == "reduce"
         exact = self.curvature == "hessian"
         return Network(self.model, weights, self._budget, plan, reduce, exact, self.class_dim)

@@ -18,6 +18,7 @@ from laplace.algebra import gram
 from laplace.backprop.gradients import Basis, Spread
 from laplace.backprop.uses import Outer, Stored
 from laplace.batches import Inputs
+from laplace.budget import Budget
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
 from laplace.positions import Positions
@@ -28,6 +29,7 @@ from laplace.weights.pointwise import features as features_last
 _CHUNK = 2**24  # elements of an intermediate tensor
 
 _ROWS = 2**24  # numbers of the rows u (x) phi that are written out at a time
+_LEAST = 4096  # rows up to which a run is not cut: products of many rows are fast
 _ALL = slice(None)
 
 
@@ -36,8 +38,8 @@ class Head:
 
     linear = True
 
-    def __init__(self, model: nn.Module, weights: LastLayer, class_dim: int | None = -1) -> None:
-        self.replica, self.weights, self.class_dim = replicate(model), weights, class_dim
+    def __init__(self, model: nn.Module, weights: LastLayer, budget: Budget, class_dim: int | None = -1) -> None:
+        self.replica, self.weights, self.class_dim, self.budget = replicate(model), weights, class_dim, budget
 
     def room(self) -> int:
         """None: what batches leave is small, and is collected before products are taken."""
@@ -83,7 +85,7 @@ class Head:
                 f"last layer {name!r} gives {out.shape[0]} examples at {len(features) // max(1, out.shape[0])} "
                 "positions. class_dim must name the dimension that the last layer makes."
             )
-        return HeadForward(rows, features, self.weights, positions)
+        return HeadForward(rows, features, self.weights, positions, self.budget)
 
     def _check(self, out: Tensor, version: int, f: Tensor) -> None:
         if self.weights.reduction is None or out.dim() == 2:
@@ -106,14 +108,22 @@ class HeadForward:
     features: Tensor  # (N, H)
     weights: LastLayer
     positions: Positions
+    budget: Budget
 
     def counting(self, kept: Tensor) -> HeadForward:  # (M,), indices into the rows
         """The same run, of which some rows count."""
         return replace(self, outputs=self.outputs[kept], features=self.features[kept])
 
     def cut(self) -> Iterator[tuple[HeadForward, slice]]:
-        """All of it: no gradients are kept."""
-        yield self, _ALL
+        """All of it, but for so many positions that their covariances would not fit at once."""
+        m, c = self.outputs.shape
+        step = max(_LEAST, self.budget.count(4 * self.outputs.element_size() * c * c))
+        if not self.positions.several or m <= step:
+            yield self, _ALL
+            return
+        for start in range(0, m, step):
+            part = slice(start, start + step)
+            yield replace(self, outputs=self.outputs[part], features=self.features[part]), part
 
     def vectors(self, curvature: OutputCurvature) -> Tensor:  # (K, N, C)
         """The vectors whose outer products sum to `curvature`."""
