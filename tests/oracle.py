@@ -476,3 +476,63 @@ def weighted_fit(
     mean = torch.cat([parameters[k].detach().flatten() for k in names])
     loglik = (weights * log_probs(task, f, y)).sum()
     return Dense(task, [parameters[k].numel() for k in names], mean, h, lambda sigma: loglik)
+
+
+def at_positions(
+    model: nn.Module,
+    names: list[str],
+    data: list[tuple[Tensor, Tensor]],  # one example and its labels each, of any length
+    task: str,
+    class_dim: int | None = -1,
+    curvature: str = "ggn",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The curvature (P, P) of outputs at positions, log p(D given mean) at unit noise, and B = sum of Lambda (C, C).
+
+    One example, one position and one output at a time; a label of -100 (or NaN, for regression) counts for nothing.
+    Within an example Lambda has a block for each position; the empirical Fisher squares the sum of all scores.
+    """
+    chosen = [dict(model.named_parameters())[k] for k in names]
+    h, loglik, b = 0.0, torch.zeros((), dtype=torch.float64), 0.0
+    for x, y in data:
+        f = model(x.unsqueeze(0)).squeeze(0)
+        f = f.unsqueeze(-1) if class_dim is None else f.movedim(class_dim if class_dim < 0 else class_dim - 1, -1)
+        f = f.reshape(-1, f.shape[-1])
+        if task == "regression":
+            y = y.unsqueeze(-1) if class_dim is None else y.movedim(class_dim if class_dim < 0 else class_dim - 1, -1)
+        labels = y.reshape(len(f), -1) if task == "regression" else y.reshape(-1)
+        score = 0.0
+        for row, label in zip(f, labels, strict=True):
+            if bool(label.isnan().any()) if task == "regression" else int(label) == -100:
+                continue
+            rows = [torch.autograd.grad(one, chosen, retain_graph=True, allow_unused=True) for one in row]
+            jac = torch.stack(
+                [
+                    torch.cat(
+                        [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(r, chosen, strict=True)]
+                    )
+                    for r in rows
+                ]
+            )
+            own = row.detach()
+            loglik = loglik + log_prob(task, own, label)
+            if curvature == "ef":
+                score = score + scores(task, own[None], label[None])[0] @ jac
+            else:
+                lam = hessian_of_loss(task, own[None], label[None])[0]
+                h, b = h + jac.T @ lam @ jac, b + lam
+        if curvature == "ef" and isinstance(score, Tensor):
+            h = h + torch.outer(score, score)
+    assert isinstance(h, Tensor)
+    return h, loglik, torch.as_tensor(b)
+
+
+def rows_jacobian(model: nn.Module, names: list[str], x: Tensor, class_dim: int | None = -1) -> Tensor:
+    """df/dtheta of each position of each example, (N, *positions, C, P)."""
+    chosen = [dict(model.named_parameters())[k] for k in names]
+    f = model(x)
+    f = f.unsqueeze(-1) if class_dim is None else f.movedim(class_dim, -1)
+    flat = [
+        torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(grads, chosen, strict=True)])
+        for grads in (torch.autograd.grad(one, chosen, retain_graph=True, allow_unused=True) for one in f.flatten())
+    ]
+    return torch.stack(flat).reshape(*f.shape, -1)
