@@ -176,8 +176,9 @@ def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing
             pairs = zip(a, b, strict=True) if isinstance(m, INPUTS_LEFT) else zip(b, a, strict=True)
             blocks[f"{k}.weight"] = torch.block_diag(*[torch.kron(*pair) for pair in pairs])
         for j in [j for j in tied if not isinstance(modules[j], TABLES)]:
-            flat = torch.stack(biases[j]).unflatten(0, (len(x), -1)).sum(1)
-            blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(flat, lam, strict=True))
+            calls = len(biases[j]) // len(x)  # of each example
+            each = [torch.stack(biases[j][i : i + calls]).sum(0) for i in range(0, len(biases[j]), calls)]
+            blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(each, lam, strict=True))
     return {name: blocks[name] for name in names if name in blocks}
 
 

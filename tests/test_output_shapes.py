@@ -14,6 +14,7 @@ import oracle
 from laplace import Laplace, marglik_training
 from laplace.batches import Inputs
 from laplace.errors import InputError, LaplaceWarning, ModelError, OptionError, UnsupportedError
+from laplace.likelihoods import Categorical
 
 pytestmark = pytest.mark.filterwarnings("ignore:the best prior precision", "ignore:of head.weight")
 
@@ -234,7 +235,7 @@ def test_examples_whose_label_is_ignored_count_for_nothing(structure, subset):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x, y = torch.randn(6, 3).double(), torch.tensor([0, -100, 1, 2, -100, 1])
-    la = fitted(model, "classification", [(x, y)], subset, structure, -1)
+    la = fitted(model, Categorical(ignore_index=-100), [(x, y)], subset, structure, -1)
     seen = y >= 0
     exact(dense(la), dense(fitted(model, "classification", [(x[seen], y[seen])], subset, structure, -1)), 1e-10)
 
@@ -253,7 +254,7 @@ def test_a_batch_without_labels_that_count_changes_nothing():
     for subset in ("all", "last_layer"):
         la = fitted(model, "classification", [(x, none), (x, y)], subset, "kron", -1)
         exact(dense(la), dense(fitted(model, "classification", [(x, y)], subset, "kron", -1)), 1e-12)
-        with pytest.raises(InputError, match="no label counts"):
+        with pytest.raises(InputError, match="none of the 6 examples counts: all are ignored, masked"):
             fitted(model, "classification", [(x, none)], subset, "kron", -1)
 
 
@@ -528,12 +529,15 @@ def test_bad_shapes_are_said():
     ]:
         with pytest.raises(InputError, match=says):
             la.fit([(x, labels)])
-    with pytest.raises(InputError, match=r"mask has shape \(6,\); it must be a tensor of shape \(6, 5\)"):
-        la.fit([(x, y, torch.ones(6))])
-    with pytest.raises(InputError, match="the mask must hold true and false"):
-        la.fit([(x, y, 2 * torch.ones(6, 5))])
-    with pytest.raises(InputError, match=r"mask of batch 0.*is a list"):
-        la.fit([(x, y, [1, 0])])
+    for given, says in [
+        ({"mask": torch.ones(6)}, r"mask has shape \(6,\); it must be \(6, 5\)"),
+        ({"mask": 2 * torch.ones(6, 5)}, "the mask must hold true and false.*`weights`"),
+        ({"mask": [1, 0]}, "the mask of batch 0 are a list"),
+        ({"weights": torch.ones(6, 4)}, r"weights have shape \(6, 4\).*need \(6,\).*or \(6, 5\)"),
+        ({"weights": -torch.ones(6, 5)}, "the weights hold negative"),
+    ]:
+        with pytest.raises(InputError, match=says):
+            Laplace(model, "classification", "all", dict_key_x="x").fit([{"x": x, "labels": y, **given}])
     with pytest.raises(OptionError, match="class_dim=0"):
         Laplace(model, "classification", class_dim=0)
     with pytest.raises(InputError, match=r"\(6, 5, 3\).*no dimension class_dim=3"):
