@@ -528,7 +528,7 @@ def test_bad_shapes_are_said():
     ]:
         with pytest.raises(InputError, match=says):
             la.fit([(x, labels)])
-    with pytest.raises(InputError, match=r"mask has shape \(6,\); it must be a tensor of shape \(6, 5\)"):
+    with pytest.raises(InputError, match=r"mask has shape \(6,\); it must have shape \(6, 5\)"):
         la.fit([(x, y, torch.ones(6))])
     with pytest.raises(InputError, match="the mask must hold true and false"):
         la.fit([(x, y, 2 * torch.ones(6, 5))])

@@ -92,11 +92,11 @@ class Positions:
 
     def labels(self, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The labels of the rows, and the indices of those that count; None where all do."""
-        own = (self.n, *self.shape) if self.dim is None else self._own
-        counted = None
+        own, counted = self._own, None
         if y.shape == self.grid and self.dim is not None:  # one label for each row
             y = y.flatten()
-            counted = None if y.is_floating_point() or y.is_complex() else y != IGNORED
+            classes = self.c > 1 and not y.is_floating_point() and not y.is_complex()
+            counted = y != IGNORED if classes else None
         elif y.shape == own and (self.several or self.dim is None):
             y = self.rows(y)
         elif self.several:
@@ -107,20 +107,22 @@ class Positions:
         if mask is not None:
             flat = self._checked(mask).to(y.device)
             counted = flat if counted is None else counted & flat
-        if counted is None or bool(counted.all()):
+        if counted is None or bool(counted.all()) or len(y) != len(counted):  # which the likelihood will refuse
             return y, None
         return y[counted], counted.nonzero().flatten()
 
     @property
     def _own(self) -> tuple[int, ...]:
-        assert self.dim is not None
+        """The network's own shape."""
+        if self.dim is None:
+            return self.grid
         return *self.grid[: self.dim], self.c, *self.grid[self.dim :]
 
     def _checked(self, mask: Tensor) -> Tensor:  # (N * T,)
-        if not isinstance(mask, Tensor) or mask.shape != self.grid:
-            came = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is a {type(mask).__name__}"
+        if mask.shape != self.grid:
             raise InputError(
-                f"the mask {came}; it must be a tensor of shape {self.grid}, true at each position whose label counts."
+                f"the mask has shape {tuple(mask.shape)}; it must have shape {self.grid}, true at each position whose "
+                "label counts."
             )
         if bool(((mask != 0) & (mask != 1)).any()):
             raise InputError("the mask must hold true and false, or 1 and 0.")
