@@ -537,3 +537,19 @@ def rows_jacobian(model: nn.Module, names: list[str], x: Tensor, class_dim: int 
         for grads in (torch.autograd.grad(one, chosen, retain_graph=True, allow_unused=True) for one in f.flatten())
     ]
     return torch.stack(flat).reshape(*f.shape, -1)
+
+
+def weighted_at_positions(
+    model: nn.Module, names: list[str], x: Tensor, y: Tensor, task: str, weights: Tensor, class_dim: int | None = -1
+) -> tuple[Tensor, Tensor]:
+    """The GGN (P, P) and the log-likelihood at unit noise of labels y (M, ...), one for each position of each example.
+
+    Each position counts as `weights`, (N, *positions), say; positions of weight 0 may have any label.
+    """
+    f = model(x).detach()
+    f = f.unsqueeze(-1) if class_dim is None else f.movedim(class_dim, -1)
+    w, f, counted = weights.flatten(), f.flatten(0, -2), weights.flatten() > 0
+    jac = rows_jacobian(model, names, x, class_dim).flatten(0, -3)
+    w, f, jac, y = w[counted], f[counted], jac[counted], y[counted]
+    h = torch.einsum("n,ncp,ncd,ndq->pq", w, jac, fisher(task, f), jac)
+    return h, (w * log_probs(task, f, y)).sum()

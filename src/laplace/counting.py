@@ -32,8 +32,7 @@ def labelled_rows(
     y = at.labels(batch.y.to(device))
     given = {key: at.given(value.to(device), key) for key, value in batch.given.items() if key != MASK}
     if MASK in batch.given:
-        mask = at.mask(batch.given[MASK].to(device))
-        given["weights"] = given["weights"] * mask if "weights" in given else mask
+        given["weights"] = _masked(given.get("weights"), at.mask(batch.given[MASK].to(device)))
     labels = replace(batch, y=y, given=given)
     if not at.several:
         return labels, None
@@ -47,6 +46,13 @@ def labelled_rows(
     if "weights" in given and bool((labels.given["weights"] == 1).all()):
         labels = replace(labels, given={key: value for key, value in labels.given.items() if key != "weights"})
     return labels, kept
+
+
+def _masked(weights: Tensor | None, mask: Tensor) -> Tensor:
+    """Weights that are 0 where a mask is false; those of a wrong length are refused later."""
+    if weights is None or len(weights) != len(mask):
+        return mask if weights is None else weights
+    return weights * mask.reshape(-1, *[1] * (weights.dim() - 1))
 
 
 def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
