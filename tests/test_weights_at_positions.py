@@ -75,14 +75,13 @@ def names_of(model: nn.Module, subset: str) -> list[str]:
 
 
 def fitted(model: nn.Module, likelihood: Likelihood | str, data: list, subset: str, structure: str, **kw) -> Laplace:
-    return Laplace(model, likelihood, subset, structure, **({"curvature": "ggn", "prior_precision": 0.7} | kw)).fit(
-        data
-    )
+    kw = {"curvature": "ggn", "prior_precision": 0.7, **kw}
+    return Laplace(model, likelihood, subset, structure, **kw).fit(data)
 
 
 def dense(la: Laplace) -> Tensor:
     h = la.H
-    return h.diag() if h.dim() == 1 else h
+    return h if isinstance(h, Tensor) and h.dim() == 2 else h.diag() if isinstance(h, Tensor) else h.to_matrix()
 
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
@@ -105,8 +104,7 @@ def test_predictions_have_the_shape_of_the_outputs(task):
     model, x, y, weights = made(task)
     la = fitted(model, TASKS[task][0], [(x, y, weights)], "all", "kron")
     prediction = la.predict(x)
-    for part in (prediction.mean, prediction.rows.mean.unflatten(0, (5, 4))):
-        exact(part, prediction.mean)
+    exact(prediction.mean, prediction.rows.mean.unflatten(0, (5, 4)), 1e-12)
     assert prediction.mean.shape[:2] == prediction.epistemic.shape[:2] == (5, 4)
     out = la(x)
     mean = out[0] if isinstance(out, tuple) else out
@@ -232,3 +230,19 @@ def test_a_saved_posterior_knows_where_the_classes_are(tmp_path):
     la = fitted(model, "classification", [(x, y)], "last_layer", "kron", class_dim=1)
     la.save(tmp_path / "posterior")
     exact(Laplace.load(tmp_path / "posterior", model)(x), la(x), 1e-12)
+
+
+@pytest.mark.parametrize("task", ["classification", "poisson"])
+def test_kron_weighs_positions_alike_in_a_head_and_in_a_network(task):
+    model, x, y, weights = made(task)
+    head = dense(fitted(model, task, [(x, y, weights)], "last_layer", "kron"))
+    whole = dense(fitted(model, task, [(x, y, weights)], "all", "kron"))
+    exact(whole[-len(head) :, -len(head) :], head)
+    seen = []
+    handle = model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().flatten(0, 1)))
+    f = model(x).detach().flatten(0, 1)
+    handle.remove()
+    (phi,), w = seen, weights.flatten()
+    a = torch.einsum("n,ni,nj->ij", w, phi, phi) / w.sum()
+    b = torch.einsum("n,ncd->cd", w, oracle.fisher(task, f))
+    exact(head, torch.block_diag(torch.kron(b, a), b))

@@ -174,10 +174,8 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
         )
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):
-            verb = "is" if what == MASK else "are"
-            raise InputError(
-                f"the {what} of batch {index} {verb} a {type(value).__name__}; needed is a tensor: torch.as_tensor(...)."
-            )
+            came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
+            raise InputError(f"the {what} of batch {index} {came}; needed is a tensor: torch.as_tensor(...).")
     inputs = Inputs(x, keys=keys, pairs=keys.pairs)
     if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys, model)):
         raise InputError(

@@ -84,7 +84,7 @@ def _options(la: Laplace) -> dict[str, Any]:
     options |= (
         {"last_layer_name": subset.name, "feature_reduction": subset.reduction} if isinstance(subset, Last) else {}
     )
-    ours = type(likelihood) is LIKELIHOODS.get(likelihood.name) and not vars(likelihood)
+    ours = type(likelihood) is LIKELIHOODS.get(likelihood.name) and likelihood.described == likelihood.name
     return options | {
         "likelihood": {"name": likelihood.name, "ours": ours},
         "hessian_structure": "gp" if kinds else structure.name,
