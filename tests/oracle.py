@@ -180,8 +180,9 @@ def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing
             pairs = zip(a, b, strict=True) if isinstance(m, INPUTS_LEFT) else zip(b, a, strict=True)
             blocks[f"{k}.weight"] = torch.block_diag(*[torch.kron(*pair) for pair in pairs])
         for j in [j for j in tied if not isinstance(modules[j], TABLES)]:
-            flat = torch.stack(biases[j]).unflatten(0, (len(x), -1)).sum(1)
-            blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(flat, lam, strict=True))
+            calls = len(biases[j]) // len(x)  # of each example
+            each = [torch.stack(biases[j][i : i + calls]).sum(0) for i in range(0, len(biases[j]), calls)]
+            blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(each, lam, strict=True))
     return {name: blocks[name] for name in names if name in blocks}
 
 
@@ -485,3 +486,79 @@ def weighted_fit(
     mean = torch.cat([parameters[k].detach().flatten() for k in names])
     loglik = (weights * log_probs(task, f, y)).sum()
     return Dense(task, [parameters[k].numel() for k in names], mean, h, lambda sigma: loglik)
+
+
+def at_positions(
+    model: nn.Module,
+    names: list[str],
+    data: list[tuple[Tensor, Tensor]],  # one example and its labels each, of any length
+    task: str,
+    class_dim: int | None = -1,
+    curvature: str = "ggn",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The curvature (P, P) of outputs at positions, log p(D given mean) at unit noise, and B = sum of Lambda (C, C).
+
+    One example, one position and one output at a time; a label of -100 (or NaN, for regression) counts for nothing.
+    Within an example Lambda has a block for each position; the empirical Fisher squares the sum of all scores.
+    """
+    chosen = [dict(model.named_parameters())[k] for k in names]
+    h, loglik, b = 0.0, torch.zeros((), dtype=torch.float64), 0.0
+    for x, y in data:
+        f = model(x.unsqueeze(0)).squeeze(0)
+        f = f.unsqueeze(-1) if class_dim is None else f.movedim(class_dim if class_dim < 0 else class_dim - 1, -1)
+        f = f.reshape(-1, f.shape[-1])
+        if task == "regression":
+            y = y.unsqueeze(-1) if class_dim is None else y.movedim(class_dim if class_dim < 0 else class_dim - 1, -1)
+        labels = y.reshape(len(f), -1) if task == "regression" else y.reshape(-1)
+        score = 0.0
+        for row, label in zip(f, labels, strict=True):
+            if bool(label.isnan().any()) if task == "regression" else int(label) == -100:
+                continue
+            rows = [torch.autograd.grad(one, chosen, retain_graph=True, allow_unused=True) for one in row]
+            jac = torch.stack(
+                [
+                    torch.cat(
+                        [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(r, chosen, strict=True)]
+                    )
+                    for r in rows
+                ]
+            )
+            own = row.detach()
+            loglik = loglik + log_prob(task, own, label)
+            if curvature == "ef":
+                score = score + scores(task, own[None], label[None])[0] @ jac
+            else:
+                lam = hessian_of_loss(task, own[None], label[None])[0]
+                h, b = h + jac.T @ lam @ jac, b + lam
+        if curvature == "ef" and isinstance(score, Tensor):
+            h = h + torch.outer(score, score)
+    assert isinstance(h, Tensor)
+    return h, loglik, torch.as_tensor(b)
+
+
+def rows_jacobian(model: nn.Module, names: list[str], x: Tensor, class_dim: int | None = -1) -> Tensor:
+    """df/dtheta of each position of each example, (N, *positions, C, P)."""
+    chosen = [dict(model.named_parameters())[k] for k in names]
+    f = model(x)
+    f = f.unsqueeze(-1) if class_dim is None else f.movedim(class_dim, -1)
+    flat = [
+        torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(grads, chosen, strict=True)])
+        for grads in (torch.autograd.grad(one, chosen, retain_graph=True, allow_unused=True) for one in f.flatten())
+    ]
+    return torch.stack(flat).reshape(*f.shape, -1)
+
+
+def weighted_at_positions(
+    model: nn.Module, names: list[str], x: Tensor, y: Tensor, task: str, weights: Tensor, class_dim: int | None = -1
+) -> tuple[Tensor, Tensor]:
+    """The GGN (P, P) and the log-likelihood at unit noise of labels y (M, ...), one for each position of each example.
+
+    Each position counts as `weights`, (N, *positions), say; positions of weight 0 may have any label.
+    """
+    f = model(x).detach()
+    f = f.unsqueeze(-1) if class_dim is None else f.movedim(class_dim, -1)
+    w, f, counted = weights.flatten(), f.flatten(0, -2), weights.flatten() > 0
+    jac = rows_jacobian(model, names, x, class_dim).flatten(0, -3)
+    w, f, jac, y = w[counted], f[counted], jac[counted], y[counted]
+    h = torch.einsum("n,ncp,ncd,ndq->pq", w, jac, fisher(task, f), jac)
+    return h, (w * log_probs(task, f, y)).sum()

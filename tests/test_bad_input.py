@@ -116,9 +116,9 @@ def test_one_logit_is_no_classification():
         Laplace(net(1), "classification").fit([(X[:2], Y[:2])])
 
 
-def test_sequence_outputs_are_refused_with_their_shape():
+def test_sequence_outputs_need_labels_at_their_positions():
     model = nn.Sequential(nn.Linear(4, 3))
-    with pytest.raises(InputError, match=r"\(2, 5, 3\).*needs \(N, C\)"):
+    with pytest.raises(InputError, match=r"labels have shape \(2,\); outputs of shape \(2, 5, 3\) need \(2, 5\)"):
         Laplace(model, "classification").fit([(torch.randn(2, 5, 4), Y[:2])])
 
 

@@ -1,9 +1,10 @@
 """What a batch is, how the network is called on one, and where its logits are.
 
-A batch of training data is a pair `(x, y)` or a mapping that holds the labels under a key; weights of the examples are
-a third element, or under the key `weights`. `x` is a tensor, a tuple of tensors (several inputs, passed positionally),
-or a mapping. A mapping goes to the network as keyword arguments where its `forward` names the mapping's keys (Hugging
-Face), and as one positional argument where it does not.
+A batch of training data is a pair `(x, y)` or a mapping that holds the labels under a key; weights of the examples, or
+of their positions, are a third element, or under the key `weights`. `x` is a tensor, a tuple of tensors (several
+inputs, passed positionally), or a mapping. A mapping goes to the network as keyword arguments where its `forward` names
+the mapping's keys (Hugging Face), and as one positional argument where it does not. Its key `mask`, unless the network
+reads it, says which labels count.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from tqdm.auto import tqdm
 
 from laplace.errors import InputError, LaplaceError, ModelError
 from laplace.precision import as_called
+
+MASK = "mask"  # the key of a mapping's mask
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Inputs:
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
-            return (), {k: v for k, v in self.x.items() if k not in (self.keys.y, *self.keys.given)}
+            return (), _read(model, self.x, self.keys)
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
 
 
@@ -143,18 +146,23 @@ class Batch:
 
     def labels(self, start: int, stop: int) -> Batch:
         """With the labels of some of its examples, and what is said of them."""
-        return replace(self, y=self.y[start:stop], given={k: v[start:stop] for k, v in self.given.items()})
+        return self.at(slice(start, stop))
+
+    def at(self, index: slice | Tensor) -> Batch:
+        """With the labels at some indices, and what is said of them."""
+        return replace(self, y=self.y[index], given={key: value[index] for key, value in self.given.items()})
 
 
-def split(batch: Any, keys: Keys, index: int) -> Batch:
-    """The `index`-th batch of a loader."""
+def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
+    """The `index`-th batch of a loader of `model`."""
     if isinstance(batch, Mapping):
         if keys.y not in batch:
             raise InputError(
                 f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )
-        y, x, given = batch[keys.y], batch, {key: batch[key] for key in keys.given if key in batch}
+        apart = keys.given if _reads_mask(model, batch, keys) else (*keys.given, MASK)
+        y, x, given = batch[keys.y], batch, {key: batch[key] for key in apart if key in batch}
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and 2 <= len(batch) <= 2 + len(keys.given):
         x, y = batch[:2]
         given = dict(zip(keys.given, batch[2:], strict=False))
@@ -166,17 +174,16 @@ def split(batch: Any, keys: Keys, index: int) -> Batch:
         )
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):
-            raise InputError(
-                f"the {what} of batch {index} are a {type(value).__name__}; needed is a tensor: torch.as_tensor(...)."
-            )
+            came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
+            raise InputError(f"the {what} of batch {index} {came}; needed is a tensor: torch.as_tensor(...).")
     inputs = Inputs(x, keys=keys, pairs=keys.pairs)
-    if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys)):
+    if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys, model)):
         raise InputError(
             f"batch {index} has {described(x, {})} for {len(y)} labels; preferences are between the two inputs of "
             "pairs, (B, 2, ...): torch.stack([first, second], 1)."
         )
     if keys.pairs and isinstance(x, Mapping):
-        inputs = replace(inputs, x={k: v for k, v in x.items() if k not in (keys.y, *keys.given)})
+        inputs = replace(inputs, x=_read(model, x, keys))
     return Batch(index, inputs, y, given)
 
 
@@ -184,11 +191,15 @@ def _form(keys: Keys) -> str:
     return f"(x, y, {', '.join(keys.given)})"
 
 
-def _inputs_of(x: Any, keys: Keys) -> list[Tensor]:
+def _inputs_of(x: Any, keys: Keys, model: nn.Module) -> list[Tensor]:
     """All tensors of x but what a mapping says about its examples."""
-    if isinstance(x, Mapping):
-        x = {k: v for k, v in x.items() if k not in (keys.y, *keys.given)}
-    return list(_tensors(x))
+    return list(_tensors(_read(model, x, keys) if isinstance(x, Mapping) else x))
+
+
+def _read(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """What of a mapping is the network's: all but the labels and what is said of them."""
+    apart = {keys.y, *keys.given} | (set() if _reads_mask(model, mapping, keys) else {MASK})
+    return {key: value for key, value in mapping.items() if key not in apart}
 
 
 def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
@@ -206,7 +217,7 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
         )
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
-        found = split(batch, keys, index)
+        found = split(batch, keys, index, model)
         if found.y.shape[:1] != (0,):
             yield replace(found, inputs=found.inputs.to(device))
 
@@ -281,6 +292,13 @@ def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) ->
     if keys.x in names:
         return True
     return required <= set(mapping) and bool(names & set(mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def _reads_mask(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> bool:
+    """Whether a mapping's mask is the network's own: it takes one by name, any keyword, or the whole mapping."""
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return anything or MASK in parameters or not _takes_keywords(model, mapping, keys)
 
 
 def _leads(value: Any, n: int | None) -> bool:

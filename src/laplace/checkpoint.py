@@ -91,7 +91,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     if missing:
         raise InputError(f"this is no state of a Laplace posterior: {', '.join(missing)} missing.")
     for key, here in options_of(la).items():
-        if state[key] != here:
+        if state.get(key, here) != here and not (key == "curvature" and la._may_have_chosen(state[key])):
             raise InputError(
                 f"the state has {key}={state[key]!r}, this object {here!r}. Make it with the same options."
             )
@@ -116,7 +116,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
         la.structure if state.get("semidefinite", True) else la.structure.indefinite(),
         _points(la, state),
     )
-    fit = Fit(structure, la.likelihood, la.curvature, layout, mean, sums, data, *counts, points=points)
+    fit = Fit(structure, la.likelihood, state["curvature"], layout, mean, sums, data, *counts, points=points)
     try:
         _ = fit.curvature, layout.split(mean)
     except (KeyError, RuntimeError) as error:
@@ -175,4 +175,5 @@ def options_of(la: Laplace) -> dict[str, Any]:
         "structure": la.structure.described,
         "curvature": la.curvature,
         "subset_of_weights": la._subset.label,
+        "class_dim": la.class_dim,
     }

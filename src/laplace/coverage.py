@@ -99,7 +99,7 @@ def _kept(sums: dict) -> str:
         return f"kernel {rows} x {rows}" if groups == 1 else f"{groups} kernels {rows} x {rows}"
     if "U" in sums:
         return f"{len(sums['U'])} directions"
-    name = "ekfac" if "E" in sums else "kron"
+    name = "ekfac" if "E" in sums else "kron diagonal" if "b" in sums else "kron"
     sides = sums["E"].shape if name == "ekfac" else _sides(sums)
     factors = f"{name} {sides[1]} x {sides[2]}"
     return factors if sides[0] == 1 else f"{sides[0]} groups of {factors}"
@@ -107,6 +107,6 @@ def _kept(sums: dict) -> str:
 
 def _sides(sums: dict) -> tuple[int, int, int]:
     """Groups, rows and columns of a tensor from its Kronecker factors."""
-    b, a = sums["B"], sums["A_left"] if "A_left" in sums else sums["A"]
+    b, a = sums["b" if "b" in sums else "B"], sums["A_left" if "A_left" in sums else "A"]
     o, i = b.shape[-1], a.shape[-1]
     return (b.shape[0], i, o) if "A_left" in sums else (b.shape[0], o, i)

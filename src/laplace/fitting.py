@@ -13,8 +13,9 @@ from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Batch, Inputs
 from laplace.budget import Budget, in_bytes
 from laplace.checkpoints.progress import Progress
+from laplace.counting import counted
 from laplace.curvature import CURVATURES, OutputCurvature
-from laplace.errors import FormChangedError, InputError
+from laplace.errors import FormChangedError, InputError, UnsupportedError
 from laplace.gathering import Group, gathered
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.posterior import Fit
@@ -136,7 +137,7 @@ class Accumulator:
     def _finish(self) -> None:
         """Make of the run over the data what the structure makes of it."""
         if not self._counting:
-            raise InputError(f"none of the {self.n_data} examples counts: all are ignored, or have weight 0.")
+            raise InputError(f"none of the {self.n_data} examples counts: all are ignored, masked, or have weight 0.")
         with torch.no_grad():
             self._take()
             found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
@@ -164,22 +165,19 @@ class Accumulator:
             run = self._run(group.joined())
             if not self._compared:
                 self._compared = True
-                first = group.batches()[0]
-                self._together = _alike(run[0].outputs[: len(first.y)], self.engine.forward(first.inputs).outputs)
+                alone = self._run(group.batches()[0])[0].outputs
+                self._together = _alike(run[0].outputs[: len(alone)], alone)
         except Exception:
             self._together = False
         return run if self._together else None
 
     def _run(self, batch: Batch) -> tuple[Forward, Targets]:
         """Run a batch; what is refused is refused here, before anything is added."""
-        forward = self.engine.forward(batch.inputs)
-        f = forward.outputs
         try:
-            self.likelihood.check_outputs(f)
-            check_finite(f, "the network's outputs hold")
-            targets = self.likelihood.targets(f, batch)
+            forward, targets = counted(self.engine.forward(batch.inputs), batch, self.likelihood)
         except InputError as error:
             raise InputError(f"batch {batch.index}: {error}") from None
+        f = forward.outputs
         if self.n_outputs not in (0, f.shape[1]):
             raise InputError(
                 f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
@@ -189,11 +187,12 @@ class Accumulator:
     def _count(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
         f = forward.outputs
         self._like = f[:0]
-        with torch.no_grad():
-            self._keep(inputs, forward, targets)
-            _add(self.data, self.likelihood.sums(f, targets))
-        self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
-        self.n_data, self.n_outputs = self.n_data + f.shape[0], f.shape[1]
+        if len(f):
+            with torch.no_grad():
+                self._keep(inputs, forward, targets)
+                _add(self.data, self.likelihood.sums(f, targets))
+            self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
+        self.n_data, self.n_outputs = self.n_data + forward.positions.n, f.shape[1]
 
     def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
         """What the structure keeps of a batch: its moments, taken now or with those of the next ones."""
@@ -246,6 +245,11 @@ class Accumulator:
         yield from forward.moments(self._curvature(forward, targets))
 
     def _curvature(self, forward: Forward, targets: Targets) -> OutputCurvature:
+        if self.kind == "ef" and forward.positions.several and targets.weights is not None:
+            raise UnsupportedError(
+                "curvature='ef' squares an example's whole score, of all positions together, in which weights have no "
+                "meaning. Take curvature='ggn', 'sketch' or 'mc', or weights of 0 and 1."
+            )
         made = CURVATURES[self.kind](self.likelihood, forward.outputs, targets.y, self.samples, self.generator)
         return made.weighted(targets.weights)
 
@@ -290,15 +294,6 @@ class Accumulator:
 def _alike(f: Tensor, other: Tensor) -> bool:
     """Equal up to rounding."""
     return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
-
-
-def check_finite(f: Tensor, what: str) -> None:
-    """Refuse NaN and infinity."""
-    if not f.sum().isfinite() and not f.isfinite().all():
-        rows = (~f.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
-        raise InputError(
-            f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."
-        )
 
 
 def _add(total: dict[str, Any], part: Mapping[str, Tensor | Rows | float]) -> None:

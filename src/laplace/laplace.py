@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
+from laplace.backprop.plan import EXAMPLES
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
 from laplace.checkpoints import posteriors as checkpoints
 from laplace.checkpoints.progress import progress_of
+from laplace.counting import check_finite
 from laplace.coverage import Coverage, coverage_of, not_kron
 from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
@@ -31,10 +33,11 @@ from laplace.errors import (
     UnsupportedError,
     warn,
 )
-from laplace.fitting import Accumulator, check_finite
+from laplace.fitting import Accumulator
 from laplace.functional.fitting import SubsetAccumulator
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.options import (
+    MOST_VECTORS,
     curvature_named,
     generator_or_none,
     refuse_others,
@@ -43,11 +46,13 @@ from laplace.options import (
     structure_named,
 )
 from laplace.over_time import OverTime
+from laplace.positions import Positions, class_dim_of
 from laplace.posterior import Fit, Posterior
 from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
+from laplace.replica import replicate
 from laplace.structures import Kron
 from laplace.summary import summary
 from laplace.tuning import Tunable
@@ -70,6 +75,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
     rank               for 'inf': eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep;
                        for 'lowrank': eigenpairs of all weights together (20), or `tol`: those above tol x the largest
+    class_dim          which dimension of the outputs has the classes: -1 of (N, C) and (N, T, C), 1 of (N, C, H, W);
+                       None for one number at each position, (N, T)
 
     Of 'gp': n_subset points, drawn by `seed` (None: all, up to 256), functional_approximation 'sod' (the subset alone,
     with `independent_outputs` each output by itself) or 'nystrom' (all data in `rank` directions, 100 unless said).
@@ -105,6 +112,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         independent_outputs: bool = False,
         functional_approximation: str = "sod",
         memory_budget: int | None = None,
+        class_dim: int | None = -1,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
@@ -118,6 +126,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._subset = subset_named(subset_of_weights, subnetwork_indices, last, model)
         self.subset_of_weights = subset_of_weights
         self.curvature = curvature_named(curvature, backend, backend_kwargs)
+        self._curvature_given = curvature is not None or backend is not None
+        self.class_dim = class_dim_of(class_dim)
         options = {"damping": damping, "weight_sharing": weight_sharing, "rank": rank, "tol": tol}
         options |= {"n_subset": n_subset, "seed": seed, "independent_outputs": independent_outputs}
         self.structure = structure_named(
@@ -220,6 +230,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         if not override and self._fitted is not None:
             self._notice_changes()
         before = None if override else self._fitted
+        if before is None:
+            self._choose_curvature(weights, first.inputs)
         generator = generator_or_none(generator)
         progress = None if checkpoint is None else progress_of(self, weights, generator, checkpoint, every)
         if generator is None and (self.structure.passes > 1 or progress is not None):
@@ -358,13 +370,44 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     ) -> None:
         self._sigma, self._temperature = self._checked_sigma(sigma), _checked_temperature(temperature)
         self._fitted, self._weights, self._prior, self._snapshot = fit, weights, prior, Snapshot.of(self.model)
+        self.curvature = fit.kind
 
     def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer | Selection:
         if keep and self._weights is not None:
             return self._weights
         weights = self._subset.find(self.model, inputs)
         require_served(self.structure, weights.layout)
+        if isinstance(weights, LastLayer) and self.curvature == "ef" and self._positions(inputs).several:
+            return Selection(weights.layout)  # an example's score is one vector for all its positions
         return weights
+
+    def _positions(self, inputs: Inputs) -> Positions:
+        """The shape of the outputs, from a run on a few examples."""
+        with torch.inference_mode(False), torch.no_grad():
+            f = inputs.part(0, EXAMPLES).map(torch.clone).call(replicate(self.model))  # which may write to them
+        return Positions.of(f, self.class_dim)
+
+    def _may_have_chosen(self, curvature: str) -> bool:
+        """Whether a fit may have taken this curvature unasked."""
+        return not self._curvature_given and curvature in ("ggn", "sketch")
+
+    def _choose_curvature(self, weights: LastLayer | Selection, inputs: Inputs) -> None:
+        """Where nobody said which: exact, unless that takes too many vectors to be sent back from all positions."""
+        if self._curvature_given:
+            return
+        self.curvature = "ggn"
+        if isinstance(weights, LastLayer):
+            return
+        found = self._positions(inputs)
+        vectors = found.count * found.c
+        if found.several and vectors > MOST_VECTORS:
+            self.curvature = "sketch"
+            self._warn_once(
+                "sketch",
+                f"the exact GGN sends back a vector for each of {found.c} outputs at {found.count} positions; above "
+                f"{MOST_VECTORS} in all, an unbiased estimate is taken: curvature='sketch', one vector. Write "
+                "curvature='ggn' for the exact one, or curvature='sketch' with curvature_samples= to say it yourself.",
+            )
 
     def _training(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[Batch]:
         return iter(training_batches(loader, self.model, self._keys, progress_bar, "fit"))
@@ -386,20 +429,31 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     def _engine(self, weights: LastLayer | Selection, plan: Plan | None = None) -> Head | Network:
         """What runs the network; the `plan` of a network is kept from one call to the next."""
         if isinstance(weights, LastLayer):
-            return Head(self.model, weights)
+            return Head(self.model, weights, self._budget, self.class_dim)
         reduce = getattr(self.structure, "weight_sharing", "expand") == "reduce"
-        return Network(self.model, weights, self._budget, plan, reduce, self.curvature == "hessian")
+        exact = self.curvature == "hessian"
+        return Network(self.model, weights, self._budget, plan, reduce, exact, self.class_dim)
 
     def _runs(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
+        if whole:
+            yield from self._uncut(inputs, whole)
+            return
+        for forward in self._uncut(inputs):
+            yield from (part for part, _ in forward.cut())
+
+    def _uncut(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
+        """Runs on consecutive parts of the inputs, with all positions of each example."""
         posterior = self.posterior
         self._notice_changes()
         assert self._weights is not None
         engine, inputs = self._engine(self._weights, self._plan), inputs.to(device_of(self.model))
         for part in [inputs] if whole else engine.chunks(inputs, posterior.fit.n_outputs):
             forward = engine.forward(part, self.enable_backprop)
-            shape = tuple(forward.outputs.shape)
-            if len(shape) != 2 or shape[1] != posterior.fit.n_outputs:
-                raise InputError(f"the outputs have shape {shape}; fitted on (N, {posterior.fit.n_outputs}).")
+            if forward.positions.c != posterior.fit.n_outputs:
+                raise InputError(
+                    f"the outputs have {forward.positions.c} classes or outputs each; fitted on "
+                    f"(N, {posterior.fit.n_outputs})."
+                )
             check_finite(forward.outputs, "the network's outputs hold")
             yield posterior.fit.beside(forward, engine, self._budget.chunk)
         if isinstance(engine, Network):

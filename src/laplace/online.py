@@ -20,12 +20,13 @@ from tqdm.auto import tqdm
 
 from laplace import resuming
 from laplace.batches import Batch, Keys, device_of, training_batches
+from laplace.counting import checked, labelled_rows
 from laplace.curved_prior import CurvedPrior, vector_of
 from laplace.errors import InputError, choice, warn, whole_number
-from laplace.fitting import check_finite
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.options import generator_or_none
+from laplace.positions import Positions
 from laplace.prior import positive
 from laplace.tuning.evidence import climb
 from laplace.tuning.space import Space
@@ -227,12 +228,13 @@ class _Training:
         """log p(y given f), the mean over a batch."""
         likelihood, f = self.la.likelihood, batch.inputs.call(self.la.model)
         try:
-            likelihood.check_outputs(f)
-            check_finite(f.detach(), "the network's outputs hold")
-            targets = likelihood.targets(f, batch)
+            positions = Positions.of(f, self.la.class_dim)
+            labels, kept = labelled_rows(positions, batch, likelihood, f.device)
+            f = positions.rows(f) if kept is None else positions.rows(f)[kept]
+            targets = checked(f, labels, likelihood)
         except InputError as error:
             raise InputError(f"epoch {len(self.losses) + 1}, batch {batch.index}: {error}") from None
-        return targets.total(likelihood.log_prob(f, targets.y, sigma.to(f))) / len(f)
+        return targets.total(likelihood.log_prob(f, targets.y, sigma.to(f))) / positions.n
 
     def _where(self) -> dict[str, Any]:
         """Weights and hyperparameters."""

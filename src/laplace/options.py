@@ -13,6 +13,7 @@ from laplace.functional import FUNCTIONAL
 from laplace.structures import STRUCTURES, Structure
 from laplace.weights.layout import Layout
 
+MOST_VECTORS: Final = 256  # up to which the GGN of outputs at positions is exact unasked
 _DEFAULTS: Final[dict[str, Any]] = {  # structures' options: not given
     "damping": False,
     "weight_sharing": "expand",

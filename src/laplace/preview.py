@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from laplace.backprop.network import Network, NetworkMoments
 from laplace.batches import device_of, split
 from laplace.budget import in_bytes
+from laplace.counting import counted
 from laplace.curvature import CURVATURES
 from laplace.errors import InputError, LaplaceError, choice
 from laplace.functional import FUNCTIONAL
@@ -30,6 +31,7 @@ from laplace.precision import plain
 from laplace.structures import STRUCTURES, Structure
 
 _EXAMPLES = 2
+_VECTORS = 64  # sent back to see what one costs
 _APPROXIMATIONS = {made.name: approximation for approximation, made in FUNCTIONAL.items()}
 _KINDS = STRUCTURES | {made.name: made for made in FUNCTIONAL.values()}
 
@@ -125,30 +127,31 @@ def _first(batch: Any) -> Any:
 
 
 def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Structure]) -> Preview:
-    some = split(batch, la._keys, 0).labels(0, _EXAMPLES)
-    inputs = some.inputs.to(device_of(la.model)).part(0, _EXAMPLES)
+    few = split(batch, la._keys, 0, la.model).labels(0, _EXAMPLES)
+    inputs = few.inputs.to(device_of(la.model)).part(0, _EXAMPLES)
     weights = la._find_weights(inputs, keep=False)
     engine = la._engine(weights)
     engine.forward(inputs)  # makes the plan
     counter = FlopCounterMode(display=False)
     with counter:
         forward = engine.forward(inputs)
-    f = forward.outputs
-    y = la.likelihood.targets(f, some).y
+    forward, targets = counted(forward, few, la.likelihood)
+    f, y = forward.outputs, targets.y
     kind = "ggn" if la.curvature == "hessian" else la.curvature
-    n, once = len(f), counter.get_total_flops()
+    n, once = forward.positions.n, counter.get_total_flops()
     with torch.no_grad():
         output = CURVATURES[kind](la.likelihood, f, y, la.curvature_samples, torch.Generator().manual_seed(0))
-        vectors = output.root()
+        vectors = forward.vectors(output)
+        some = vectors[:_VECTORS]
         with counter:
-            sent_back = forward.sent(vectors)
+            sent_back = forward.sent(some)
         moments = (
             NetworkMoments(list(sent_back), engine)
             if isinstance(engine, Network)
             else next(iter(forward.moments(output)))
         )
     layout = weights.layout
-    sent = counter.get_total_flops()  # the counter starts anew each time
+    sent = counter.get_total_flops() * len(vectors) / len(some)  # the counter starts anew each time
     epoch = 3 * once / n  # a forward pass, and twice as much for a backward pass to the weights
     found = []
     for name in _KINDS:

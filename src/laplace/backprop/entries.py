@@ -53,6 +53,9 @@ class Picked(Use):
     def contracted(self, part: slice) -> Tensor:
         return self.use.contracted(part)[..., self.index]
 
+    def some(self, vectors: slice) -> Picked:
+        return Picked(self.use.some(vectors), self.index).within(self.chunk)
+
     def double(self) -> Picked:
         return Picked(self.use.double(), self.index).within(self.chunk)
 
@@ -80,6 +83,9 @@ class Entries(Use):
     @property
     def nbytes(self) -> int:
         return self.outer.nbytes
+
+    def some(self, vectors: slice) -> Entries:
+        return Entries(self.outer.some(vectors), self.index).within(self.chunk)
 
     def double(self) -> Entries:
         return Entries(self.outer.double(), self.index).within(self.chunk)

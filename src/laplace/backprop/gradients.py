@@ -16,6 +16,7 @@ from torch import Tensor
 
 from laplace.algebra import gram
 from laplace.curvature.output import OutputCurvature
+from laplace.positions import Positions
 
 
 class Basis:
@@ -96,6 +97,10 @@ class MomentsOf(Protocol):
 
     def outputs(self) -> Tensor:
         """sum of g g^T, (Gr, O, O)."""
+        ...
+
+    def output_squares(self) -> Tensor:
+        """sum of g^2, the diagonal of `outputs`, (Gr, O)."""
         ...
 
     def squares(self) -> Tensor:
@@ -254,7 +259,24 @@ class Forward(Protocol):
 
     @property
     def outputs(self) -> Tensor:
-        """What the network returned, (N, C)."""
+        """What the network returned, (N, C): a row for each example, or for each position that counts."""
+        ...
+
+    @property
+    def positions(self) -> Positions:
+        """The shape in which the network returned them."""
+        ...
+
+    def counting(self, kept: Tensor) -> Forward:
+        """The same run, of which the rows at some indices count."""
+        ...
+
+    def cut(self) -> Iterator[tuple[Forward, slice]]:
+        """The same in parts of consecutive rows, and which, as many as memory asks for."""
+        ...
+
+    def vectors(self, curvature: OutputCurvature) -> Any:
+        """The vectors of output space whose outer products sum to `curvature`, to be taken in slices."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,18 @@ from laplace.backprop.activations import Stored
 from laplace.backprop.gradients import Basis, Covariance, Spread
 from laplace.backprop.uses import Outer
 from laplace.batches import Inputs
+from laplace.budget import Budget
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
+from laplace.positions import Positions
 from laplace.replica import replicate
 from laplace.weights.last_layer import LastLayer, close, is_output
+from laplace.weights.pointwise import features as features_last
 
 _CHUNK = 2**24  # elements of an intermediate tensor
 
 _ROWS = 2**24  # numbers of the rows u (x) phi that are written out at a time
+_LEAST = 4096  # rows up to which a run is not cut: products of many rows are fast
 _ALL = slice(None)
 
 
@@ -35,8 +39,8 @@ class Head:
 
     linear = True
 
-    def __init__(self, model: nn.Module, weights: LastLayer) -> None:
-        self.replica, self.weights = replicate(model), weights
+    def __init__(self, model: nn.Module, weights: LastLayer, budget: Budget, class_dim: int | None = -1) -> None:
+        self.replica, self.weights, self.class_dim, self.budget = replicate(model), weights, class_dim, budget
 
     def room(self) -> int:
         """None: what batches leave is small, and is collected before products are taken."""
@@ -54,7 +58,8 @@ class Head:
             phi = args[0] if args else kwargs["input"]
             seen.append((phi, phi._version, output, output._version))
 
-        handle = self.weights.layer(self.replica).register_forward_hook(capture, with_kwargs=True)
+        layer = self.weights.layer(self.replica)
+        handle = layer.register_forward_hook(capture, with_kwargs=True)
         try:
             with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
                 f = inputs.normal_tensors().singles().call(self.replica)
@@ -72,8 +77,16 @@ class Head:
             )
         dtype = torch.promote_types(f.dtype, torch.float32)
         with nullcontext() if with_grad else torch.no_grad():
-            features = inputs.combined(self.weights.reduce(phi).to(dtype))
-            return HeadForward(inputs.combined(f.to(dtype)), features, self.weights, 0.0 if inputs.pairs else 1.0)
+            f, phi = inputs.combined(f), inputs.combined(self.weights.reduce(features_last(layer, phi)))
+            positions = Positions.of(f, self.class_dim)
+            rows, features = positions.rows(f).to(dtype), phi.flatten(0, -2).to(dtype)
+        if len(features) != len(rows):
+            raise ModelError(
+                f"the outputs {tuple(f.shape)} with class_dim={self.class_dim} are {len(rows)} x {positions.c}; the "
+                f"last layer {name!r} gives {out.shape[0]} examples at {len(features) // max(1, out.shape[0])} "
+                "positions. class_dim must name the dimension that the last layer makes."
+            )
+        return HeadForward(rows, features, self.weights, positions, self.budget, 0.0 if inputs.pairs else 1.0)
 
     def _check(self, out: Tensor, version: int, f: Tensor) -> None:
         if self.weights.reduction is None or out.dim() == 2:
@@ -92,16 +105,37 @@ class Head:
 class HeadForward:
     """One run: outputs f = W phi + b."""
 
-    outputs: Tensor  # (N, C)
+    outputs: Tensor  # (N, C), or a row for each position that counts
     features: Tensor  # (N, H)
     weights: LastLayer
+    positions: Positions
+    budget: Budget
     constant: float = 1.0  # the bias's input: 0 for the difference of two inputs
+
+    def counting(self, kept: Tensor) -> HeadForward:  # (M,), indices into the rows
+        """The same run, of which some rows count."""
+        return replace(self, outputs=self.outputs[kept], features=self.features[kept])
+
+    def cut(self) -> Iterator[tuple[HeadForward, slice]]:
+        """All of it, but for so many positions that their covariances would not fit at once."""
+        m, c = self.outputs.shape
+        step = max(_LEAST, self.budget.count(4 * self.outputs.element_size() * c * c))
+        if not self.positions.several or m <= step:
+            yield self, _ALL
+            return
+        for start in range(0, m, step):
+            part = slice(start, start + step)
+            yield replace(self, outputs=self.outputs[part], features=self.features[part]), part
+
+    def vectors(self, curvature: OutputCurvature) -> Tensor:  # (K, N, C)
+        """The vectors whose outer products sum to `curvature`."""
+        return curvature.root()
 
     @property
     def inputs(self) -> list[Tensor]:
         """The input of each uncertain tensor: phi for the weight, a constant (1, 1) for the bias."""
         one = self.features.new_full((1, 1), self.constant)
-        return [self.features if len(shape) == 2 else one for shape in self.weights.layout.shapes]
+        return [self.features if len(shape) > 1 else one for shape in self.weights.layout.shapes]
 
     @property
     def held(self) -> int:
@@ -245,6 +279,9 @@ class HeadMomentsOf:
 
     def outputs(self) -> Tensor:
         return self.shared().unsqueeze(0)
+
+    def output_squares(self) -> Tensor:
+        return self.curvature.squares().sum(0, keepdim=True)
 
     form, first, positions, inputs_left, diagonal_inputs = "kron", True, 1, False, False
 

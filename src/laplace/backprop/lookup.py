@@ -66,22 +66,28 @@ class Lookup(Use):
 
     def inputs(self) -> tuple[Tensor, float]:
         """The diagonal of the sum of a a^T; positions that look up nothing but padding are none."""
-        ids, share, used = self.ids, self.share.to(self.g.dtype), self._used
-        if self.reduce:  # a averaged over an example's positions
-            share = (share / used.sum(1).clamp(min=1)[:, None, None]).flatten(1).unsqueeze(1)
-            ids, used = ids.flatten(1).unsqueeze(1), used.any(1)
-        found, summed = _brought_together(ids.flatten(0, 1), share.flatten(0, 1)[None, ..., None])
-        squares, used = summed[0, ..., 0].double().square(), used.double()
+        ids, share, counts = self.ids, self.share.to(self.g.dtype), self._used.double()  # (N, F)
         if self.counts is not None:
-            counts = self.counts.to(used)
-            squares = squares.unflatten(0, (len(counts), -1)).mul(counts[:, None, None]).flatten(0, 1)
-            used = used * counts.reshape(-1, *[1] * (used.dim() - 1))
-        return squares.new_zeros(self.rows).index_add(0, found.flatten(), squares.flatten())[None], float(used.sum())
+            counts = counts * self.counts
+        if self.reduce:  # a averaged over an example's positions
+            mean = counts / counts.sum(1, keepdim=True).clamp(min=torch.finfo(counts.dtype).tiny)
+            share = (share * mean.to(share).unsqueeze(2)).flatten(1).unsqueeze(1)
+            ids, counts = ids.flatten(1).unsqueeze(1), counts.amax(1, keepdim=True)
+        found, summed = _brought_together(ids.flatten(0, 1), share.flatten(0, 1)[None, ..., None])
+        squares = summed[0, ..., 0].double().square() * counts.flatten().unsqueeze(1)
+        return squares.new_zeros(self.rows).index_add(0, found.flatten(), squares.flatten())[None], float(counts.sum())
 
     def outputs(self) -> Tensor:
+        return grams(self._sent.flatten(0, 1).mT.unsqueeze(1))
+
+    def output_squares(self) -> Tensor:
+        return self._sent.square().sum((0, 1, 2)).unsqueeze(0)
+
+    @property
+    def _sent(self) -> Tensor:  # (K, N, F or 1, D)
+        """g where something is looked up."""
         g = self.g * self._used.unsqueeze(2)
-        g = g.sum(2, keepdim=True) if self.reduce else g
-        return grams(g.flatten(0, 1).mT.unsqueeze(1))
+        return g.sum(2, keepdim=True) if self.reduce else g
 
     def squares(self) -> Tensor:
         return self._by_row(self._found[1].square().sum(0).unsqueeze(0)).flatten()
@@ -164,6 +170,9 @@ class Lookup(Use):
         second = replace(other, ids=torch.searchsorted(both, other.ids), rows=len(both))
         first.chunk, second.chunk = self.chunk, other.chunk
         return first._pairs(second, product, *{"knp,lmp->nkml": (0, 2), "knp,kmp->knm": (1, 2)}[product])
+
+    def some(self, vectors: slice) -> Lookup:
+        return replace(self, g=self.g[vectors]).within(self.chunk)
 
     def double(self) -> Lookup:
         same = replace(self, g=self.g.double())

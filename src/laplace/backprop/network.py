@@ -18,7 +18,8 @@ from torch.jit import ScriptModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.algebra import gram
-from laplace.backprop.plan import Learned, Plan, make_plan, zeros_for
+from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
+from laplace.backprop.plan import EXAMPLES, Learned, Plan, make_plan, zeros_for
 from laplace.backprop.record import NotOpened, Recorded, Recorder
 from laplace.backprop.uses import Dense, Use, Written, along, split
 from laplace.batches import Inputs
@@ -26,6 +27,7 @@ from laplace.budget import Budget
 from laplace.curvature.hessian import HessianMoments
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError, quiet
+from laplace.positions import Positions
 from laplace.replica import replicate
 from laplace.weights.selection import Selection
 
@@ -45,8 +47,10 @@ class Network:
         plan: Plan | None = None,
         reduce: bool = False,
         twice_differentiable: bool = False,
+        class_dim: int | None = -1,
     ) -> None:
         self.replica, self.weights = replicate(model, set(weights.layout.names)), weights
+        self.class_dim = class_dim
         self.budget, self.plan, self.reduce = budget, plan, reduce
         self.twice_differentiable = twice_differentiable
         self._read = 0  # numbers in an example's inputs
@@ -80,7 +84,8 @@ class Network:
                 continue
             misfits = plan.misfits(f, calls)
             if not misfits:
-                return NetworkForward(self, plan, inputs, f, calls, with_grad)
+                rows = Rows(Positions.of(f, self.class_dim))
+                return NetworkForward(self, plan, inputs, f, calls, with_grad, rows)
             plan, own = self._make_plan(inputs, plan.without(misfits) if own else plan.learned), True
 
     def _recorded(self, inputs: Inputs, plan: Plan, attached: bool) -> tuple[Tensor, list[Recorded]]:
@@ -122,14 +127,23 @@ class Network:
         return inputs.map(torch.clone) if plan.learned.writes else inputs
 
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
-        """The inputs cut so that the gradients of all outputs fit into the budget."""
+        """The inputs cut so that the gradients of all outputs, at all positions, fit into the budget."""
         if inputs.size is None:
             yield inputs
             return
-        width = self.planned(inputs.normal_tensors()).width
-        step = self.budget.count(self.item_size * width * (2 * n_outputs + 4), share=0.5)
+        plan = self.planned(inputs.normal_tensors())
+        width, positions = plan.width, 1
+        if math.prod(plan.outputs) > n_outputs:
+            positions = self._positions(inputs).count
+            width = width * positions * n_outputs // math.prod(plan.outputs)  # as many as this batch is padded to
+        step = self.budget.count(self.item_size * width * (2 * n_outputs * positions + 4), share=0.5)
         for start in range(0, inputs.size, step):
             yield inputs.part(start, start + step)
+
+    def _positions(self, inputs: Inputs) -> Positions:
+        """The shape of the outputs, from a run on a few examples."""
+        with torch.inference_mode(False), torch.no_grad():
+            return Positions.of(inputs.part(0, EXAMPLES).map(torch.clone).call(self.replica), self.class_dim)
 
 
 class NetworkForward:
@@ -138,20 +152,45 @@ class NetworkForward:
     held = 2**62  # a batch's graph is not kept for later
 
     def __init__(
-        self, network: Network, plan: Plan, inputs: Inputs, f: Tensor, calls: list[Recorded], attached: bool
+        self, network: Network, plan: Plan, inputs: Inputs, f: Tensor, calls: list[Recorded], attached: bool, rows: Rows
     ) -> None:
-        self.network, self.plan, self.inputs, self.f = network, plan, inputs, f
+        self.network, self.plan, self.inputs, self.f = network, plan, inputs, f  # f in the network's own shape
         self.calls, self.attached = calls, attached
         self.dtype = torch.promote_types(f.dtype, torch.float32)
-        self.outputs = (f if attached else f.detach()).to(self.dtype)
+        self.rows, self.positions = rows, rows.positions
+        self.outputs = self._counted(f if attached else f.detach())
+
+    def _counted(self, f: Tensor, lead: int = 0) -> Tensor:  # (..., *own shape) -> (..., M, C)
+        rows = self.positions.rows(f, lead).to(self.dtype)
+        return rows if self.rows.kept is None else rows.index_select(lead, self.rows.kept)
+
+    def counting(self, kept: Tensor) -> NetworkForward:  # (M',), indices into the rows
+        """The same run, of which some rows count."""
+        kept = kept if self.rows.kept is None else self.rows.kept[kept]
+        parts = (self.network, self.plan, self.inputs, self.f, self.calls, self.attached)
+        return NetworkForward(*parts, Rows(self.positions, kept))
+
+    def cut(self) -> Iterator[tuple[NetworkForward, slice]]:
+        """The same in parts of consecutive rows, where not even one example's gradients fit at once."""
+        step = max(1, self._fit // self.positions.c)
+        if self.positions.n > 1 or len(self.outputs) <= step:
+            yield self, slice(None)
+            return
+        for index in torch.arange(len(self.outputs), device=self.f.device).split(step):
+            yield self.counting(index), slice(int(index[0]), int(index[-1]) + 1)
 
     def moments(self, curvature: OutputCurvature) -> Iterator[NetworkMoments]:
         """Second moments for the vectors of a root of `curvature`, as many at a time as the budget allows."""
-        for i, (part, batched) in enumerate(self._parts(curvature.root())):
+        counts = self.rows.counts(curvature.counts)
+        for i, (part, batched) in enumerate(self._parts(self.vectors(curvature))):
             uses = self._uses(part, batched, first=i == 0)
             for use in uses:
-                use.counting(curvature.counts)
+                use.counting(counts)
             yield NetworkMoments(uses, self.network)
+
+    def vectors(self, curvature: OutputCurvature) -> Vectors:
+        """The vectors of output space whose outer products sum to `curvature`."""
+        return self.rows.vectors(curvature)
 
     def sent(self, v: Tensor) -> list[Use]:
         """The gradients for these vectors."""
@@ -164,14 +203,16 @@ class NetworkForward:
         numbers = 4 * self.plan.width * self.f.shape[0] + layout.whole.n_params
         chunk = self.network.budget.count(self.network.item_size * numbers, share=0.5)
         with torch.enable_grad():
-            return HessianMoments(loss(self.f.to(self.dtype)), tensors, layout, chunk, self.dtype)
+            return HessianMoments(loss(self._counted(self.f)), tensors, layout, chunk, self.dtype)
 
-    def jacobian(self, outputs: Tensor | None = None) -> Written:
-        """Gradients of the unit vectors of output space, (C, N, C), or of the asked ones."""
-        n, c = self.f.shape
-        eye = torch.eye(c, dtype=self.dtype, device=self.f.device)
-        v = (eye if outputs is None else eye[outputs]).unsqueeze(1).expand(-1, n, -1)
-        uses = self._uses(v, self._batched(len(v)), first=True)
+    def jacobian(self, outputs: Tensor | None = None) -> Written | RowsJacobian:
+        """Gradients of the unit vectors of output space at every position, or of the asked ones."""
+        v = self.rows.units(outputs, self.outputs)
+        written = self._written(self._uses(v, self._batched(len(v)), first=True))
+        plain = not self.positions.several and self.rows.kept is None
+        return written if plain else RowsJacobian(written, self.rows, self._written)
+
+    def _written(self, uses: list[Use]) -> Written:
         return Written(uses, lambda: _rows(uses, self.network))
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
@@ -194,13 +235,14 @@ class NetworkForward:
 
         with torch.inference_mode(False), quiet():
             try:
-                return vmap(run, randomness="same")(moved).to(self.dtype)
+                drawn = vmap(run, randomness="same")(moved)
             except RuntimeError:  # an operation without a batching rule
-                return torch.stack([run({k: t[s] for k, t in moved.items()}) for s in range(len(steps))]).to(self.dtype)
+                drawn = torch.stack([run({k: t[s] for k, t in moved.items()}) for s in range(len(steps))])
+        return self._counted(drawn, lead=1)
 
-    def _parts(self, v: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    def _parts(self, v: Vectors) -> Iterator[tuple[Tensor, bool]]:
         """Vectors to be sent back as many at once as fit or one by one, whichever is cheaper: both are tried first."""
-        seconds = self.plan.seconds
+        seconds, tried = self.plan.seconds, 0
         if not seconds and len(v) > 6 and self._fit > 1:
             yield v[:1], False  # what is done once for all vectors is done here
             for part, batched in ((v[1:2], False), (v[2:6], True)):
@@ -208,17 +250,19 @@ class NetworkForward:
                 yield part, batched  # back when all that is taken of them has been
                 if seconds.get(batched) != float("inf"):
                     seconds[batched] = (time.process_time() - start) / part.numel()
-            v = v[6:]
-        batched = self._batched(len(v))
-        yield from ((part, batched and len(part) > 1) for part in v.split(self._fit if batched else 1))
+            tried = 6
+        batched = self._batched(len(v) - tried)
+        step = self._fit if batched else 1
+        parts = (v[start : start + step] for start in range(tried, len(v), step))
+        yield from ((part, batched and len(part) > 1) for part in parts)
 
     @property
     def _fit(self) -> int:
         """How many vectors' gradients fit into the budget."""
         return self.network.budget.count(self.network.item_size * self.plan.width * self.f.shape[0] * 3)
 
-    def _uses(self, v: Tensor, batched: bool, first: bool) -> list[Use]:  # v: (K, N, C)
-        start = time.process_time()
+    def _uses(self, v: Tensor, batched: bool, first: bool) -> list[Use]:  # v: (K, N * T, C)
+        start, v = time.process_time(), self.positions.shaped(v, lead=1)
         scale = _scale(v) if self.f.dtype is torch.float16 else 1.0
         sent = self._send((v * scale if scale != 1 else v).to(self.f.dtype), batched)
         self.plan.seconds.setdefault(batched, (time.process_time() - start) / v.numel())

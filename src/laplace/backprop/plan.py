@@ -92,6 +92,7 @@ class Plan:
     learned: Learned = field(default_factory=Learned)
     unused: set[str] = field(default_factory=set)  # parameters that the outputs do not depend on
     examples: int = 0  # that the audit saw
+    outputs: tuple[int, ...] = ()  # the shape of an example's outputs
     width: int = 0  # numbers in the recorded outputs and in gradients that are written out, per example
     seconds: dict[bool, float] = field(default_factory=dict)  # for a number sent back, batched or not
     seen: set[tuple[object, ...]] = field(default_factory=set)  # shapes for which no example has strayed
@@ -272,7 +273,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
         return False
     finally:
         recorder.remove()
-    plan.examples = n
+    plan.examples, plan.outputs = n, tuple(f.shape[1:])
     plan.unused = {name for name, g in zip(layout.names, expected, strict=True) if g is None}
     plan.width = _width(plan, recorder.calls, parameters, n)
     if not _arrange(plan, recorder.calls, touched, probed.tolist(), n):

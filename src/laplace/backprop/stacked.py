@@ -58,6 +58,9 @@ class Stacked(Use):
         stacks = [self.outers, *(use.outers for use in others if isinstance(use, Stacked))]
         return Stacked([first.joined(rest) for first, *rest in zip(*stacks, strict=True)])
 
+    def some(self, vectors: slice) -> Stacked:
+        return Stacked([outer.some(vectors) for outer in self.outers]).within(self.chunk)
+
     def counting(self, counts: Tensor | None) -> None:
         for outer in self.outers:
             outer.counting(counts)
@@ -68,6 +71,9 @@ class Stacked(Use):
 
     def outputs(self) -> Tensor:
         return torch.cat([outer.outputs() for outer in self.outers])
+
+    def output_squares(self) -> Tensor:
+        return torch.cat([outer.output_squares() for outer in self.outers])
 
     def squares(self) -> Tensor:
         return torch.cat([outer.squares() for outer in self._chunked])

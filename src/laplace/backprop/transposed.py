@@ -62,6 +62,9 @@ class Transposed(Use):
     def joined(self, others: list[Use]) -> Transposed:
         return Transposed(self.outer.joined([use.outer for use in others if isinstance(use, Transposed)]))
 
+    def some(self, vectors: slice) -> Transposed:
+        return Transposed(self.outer.some(vectors)).within(self.chunk)
+
     def counting(self, counts: Tensor | None) -> None:
         self.outer.counting(counts)
 
@@ -73,6 +76,9 @@ class Transposed(Use):
 
     def outputs(self) -> Tensor:
         return self.outer.outputs()
+
+    def output_squares(self) -> Tensor:
+        return self.outer.output_squares()
 
     def squares(self) -> Tensor:
         return self._turned(self._chunked.squares())

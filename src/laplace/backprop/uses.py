@@ -35,7 +35,7 @@ class Use(ABC):
     first: bool = True
     inputs_left: bool = False
     diagonal_inputs: bool = False
-    counts: Tensor | None = None  # (N,), how often each example counts; None: once
+    counts: Tensor | None = None  # (N, T or 1), how often each example counts, or each position of it; None: once
 
     @property
     @abstractmethod
@@ -55,8 +55,10 @@ class Use(ABC):
         """This use of a parameter and others of the same kind as one."""
         return Sum([self, *others])
 
-    def counting(self, counts: Tensor | None) -> None:  # (N,)
-        """Take note of how often each example counts."""
+    def counting(self, counts: Tensor | None) -> None:  # (N, positions of the outputs)
+        """Take note of how often each example counts: as its most, where its positions are not those of the outputs."""
+        if counts is not None and counts.shape[1] not in (1, self.positions):
+            counts = counts.amax(1, keepdim=True)
         self.counts = counts
 
     def within(self: Kind, chunk: int) -> Kind:
@@ -68,6 +70,10 @@ class Use(ABC):
     def nbytes(self) -> int:
         """What it takes while it is kept."""
         return self.g.nbytes
+
+    @abstractmethod
+    def some(self, vectors: slice) -> Use:
+        """For some of the K vectors alone."""
 
     @property
     def held(self) -> int:
@@ -99,6 +105,9 @@ class Use(ABC):
         return None
 
     def outputs(self) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
+
+    def output_squares(self) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
     def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
@@ -223,6 +232,9 @@ class Dense(Use):
     def contracted(self, part: slice) -> Tensor:
         return self.g[:, part]
 
+    def some(self, vectors: slice) -> Dense:
+        return Dense(self.g[vectors]).within(self.chunk)
+
     def double(self) -> Dense:
         return Dense(self.g.double()).within(self.chunk)
 
@@ -252,6 +264,9 @@ class Sum(Use):
     @property
     def nbytes(self) -> int:
         return sum(use.nbytes for use in self.uses)
+
+    def some(self, vectors: slice) -> Sum:
+        return Sum([use.some(vectors) for use in self.uses]).within(self.chunk)
 
     def double(self) -> Sum:
         return Sum([use.double() for use in self.uses]).within(self.chunk)
@@ -307,23 +322,38 @@ class Outer(Use):
     def inputs(self) -> tuple[Tensor, float]:
         n, _, _, t = self.a.shape
         if self.counts is not None:
-            return self._counted(self.counts, t)
+            return self._counted(self.counts)
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
 
-    def _counted(self, counts: Tensor, t: int) -> tuple[Tensor, float]:
-        """The same where examples count differently, some at a time."""
-        scale = counts.sqrt().reshape(-1, 1, 1, 1)
-        rows = (self.a.read(part).to(self.g.dtype) * scale[part] for part in self.parts())
-        found = total(grams(a.mean(3, keepdim=True) if self.reduce else a) for a in rows)
-        return found, float(counts.double().sum()) * (1 if self.reduce else t)
+    def _counted(self, counts: Tensor) -> tuple[Tensor, float]:  # (N, T or 1)
+        """The same where examples or positions count differently, some examples at a time.
+
+        `reduce` averages over the positions as they count; an example counts as its position that counts most.
+        """
+        counts = counts.to(self.g.dtype).expand(-1, self.positions)
+        scale = counts.sqrt()
+        if self.reduce:
+            shares = counts / counts.sum(1, keepdim=True).clamp(min=torch.finfo(counts.dtype).tiny)
+            counts = counts.amax(1, keepdim=True)
+            scale = shares * counts.sqrt()
+        rows = (self.a.read(part).to(self.g.dtype) * scale[part, None, None] for part in self.parts())
+        found = total(grams(a.sum(3, keepdim=True) if self.reduce else a) for a in rows)
+        return found, float(counts.double().sum())
 
     def input_rows(self) -> Tensor | None:
         n, groups, i, t = self.a.shape
         alike = self.counts is None
         return self._all().reshape(n, i) if alike and groups == 1 and t == 1 and i > 1 else None
 
+    def some(self, vectors: slice) -> Outer:
+        return replace(self, g=self.g[vectors], twin=None).within(self.chunk)
+
     def outputs(self) -> Tensor:
         return self._same_g._output_gram
+
+    def output_squares(self) -> Tensor:
+        g = self.g.sum(4, keepdim=True) if self.reduce else self.g
+        return g.square().sum((0, 1, 4))
 
     @cached_property
     def _output_gram(self) -> Tensor:

@@ -93,6 +93,7 @@ def _options(la: Laplace) -> dict[str, Any]:
         "subnetwork_indices": la.subnetwork_indices,
         "curvature": la.curvature,
         "curvature_samples": la.curvature_samples,
+        "class_dim": la.class_dim,
         "enable_backprop": la.enable_backprop,
         "dict_key_x": la._keys.x,
         "dict_key_y": la._keys.y,

@@ -13,4 +13,4 @@ def ef(
     likelihood: Likelihood, f: Tensor, y: Tensor, samples: int, generator: torch.Generator | None
 ) -> OutputCurvature:
     """The outer product of each example's own score."""
-    return OutputCurvature(vectors=likelihood.score(f, y).unsqueeze(0))
+    return OutputCurvature(vectors=likelihood.score(f, y).unsqueeze(0), together=True)

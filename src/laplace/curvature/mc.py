@@ -13,4 +13,4 @@ def mc(
     likelihood: Likelihood, f: Tensor, y: Tensor, samples: int, generator: torch.Generator | None
 ) -> OutputCurvature:
     """The mean over `samples` drawn labels of the score's outer product."""
-    return OutputCurvature(vectors=likelihood.drawn_scores(f, y, samples, generator) * samples**-0.5)
+    return OutputCurvature(vectors=likelihood.drawn_scores(f, y, samples, generator) * samples**-0.5, together=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ class OutputCurvature:
 
     Every curvature that we use has this form: the Fisher of a Gaussian (d = 1) and of a categorical (d = p, u = p,
     sign -1), the empirical Fisher, Monte-Carlo and sketched ones (d = 0, the u are the vectors sent back).
-    `counts` is how often each example counts; d and u have it in them, means over the examples need it.
+    `counts` is how often each example counts; d and u have it in them, means over the examples need it. `together` says
+    that u_k of all rows is one vector, an estimate's or a score's, so that an example's positions are not taken apart.
     """
 
     diagonal: Tensor | None = None  # (N, C)
     vectors: Tensor | None = None  # (K, N, C)
     sign: int = 1
     counts: Tensor | None = None  # (N,)
+    together: bool = False
 
     @classmethod
     def joined(cls, parts: Sequence[OutputCurvature]) -> OutputCurvature:
@@ -36,12 +38,13 @@ class OutputCurvature:
         counts = None
         if any(part.counts is not None for part in parts):
             counts = torch.cat([part._some.new_ones(part.n) if part.counts is None else part.counts for part in parts])
-        return cls(torch.cat(diagonals) if diagonals else None, joint, parts[0].sign, counts)
+        return cls(torch.cat(diagonals) if diagonals else None, joint, parts[0].sign, counts, parts[0].together)
 
     def part(self, part: slice | Tensor) -> OutputCurvature:
         """That of some examples."""
         diagonal, counts = (None if t is None else t[part] for t in (self.diagonal, self.counts))
-        return OutputCurvature(diagonal, None if self.vectors is None else self.vectors[:, part], self.sign, counts)
+        vectors = None if self.vectors is None else self.vectors[:, part]
+        return replace(self, diagonal=diagonal, vectors=vectors, counts=counts)
 
     def weighted(self, weights: Tensor | None) -> OutputCurvature:  # (N,)
         """weight_n Lambda_n."""
@@ -50,7 +53,7 @@ class OutputCurvature:
         weights = weights.to(self._some)
         diagonal = None if self.diagonal is None else weights.unsqueeze(1) * self.diagonal
         vectors = None if self.vectors is None else weights.sqrt().unsqueeze(1) * self.vectors
-        return OutputCurvature(diagonal, vectors, self.sign, weights)
+        return replace(self, diagonal=diagonal, vectors=vectors, counts=weights)
 
     @property
     def n(self) -> int:

@@ -19,4 +19,4 @@ def sketch(
 ) -> OutputCurvature:
     """The mean over `samples` sketches of v v^T."""
     eps = signs(f.shape[0], samples, f.shape[1], f, generator)
-    return OutputCurvature(vectors=likelihood.root_times(f, eps, y) * samples**-0.5)
+    return OutputCurvature(vectors=likelihood.root_times(f, eps, y) * samples**-0.5, together=True)

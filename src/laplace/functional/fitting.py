@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Forward
 from laplace.batches import Batch, Inputs
+from laplace.errors import UnsupportedError
 from laplace.fitting import Accumulator
 from laplace.functional.points import Points
 from laplace.functional.structure import Functional
@@ -41,6 +42,11 @@ class SubsetAccumulator(Accumulator):
         return replace(super().fit(mean), points=self.points if self.functional.keeps_points else None)
 
     def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
+        if forward.positions.several:
+            raise UnsupportedError(
+                "hessian_structure='gp' keeps whole examples, and this network has outputs at positions. Take 'kron', "
+                "'diag', 'full' or another structure of the weights."
+            )
         if self.points is None:
             self.subset.see(inputs, self._curvature(forward, targets), len(forward.outputs))
         else:

@@ -80,6 +80,14 @@ class FunctionForward:
         """The Jacobian as posteriors over functions ask for it."""
         return FunctionJacobian(self.forward, outputs, self.gradients)
 
+    def counting(self, kept: Tensor) -> FunctionForward:
+        """Of which some rows count."""
+        return FunctionForward(self.forward.counting(kept), self.gradients)
+
+    def cut(self) -> Iterator[tuple[FunctionForward, slice]]:
+        """All of it."""
+        yield self, slice(None)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.forward, name)
 

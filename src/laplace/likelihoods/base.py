@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from laplace.batches import Batch
 
 Sums = dict[str, Tensor]
+IGNORED: Final = -100  # the label that stands for none, as in torch's cross_entropy
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Targets:
 
     y: Tensor  # (N, ...)
     weights: Tensor | None = None  # (N,)
+
+    def part(self, part: slice) -> Targets:
+        """Those of some examples."""
+        return Targets(self.y[part], None if self.weights is None else self.weights[part])
 
     def total(self, values: Tensor) -> Tensor:  # (N,) -> ()
         """The weighted sum of one number per example."""
@@ -38,6 +43,7 @@ class Likelihood(Response):
     has_noise: ClassVar[bool] = False
     hessian_is_fisher: ClassVar[bool] = True  # whether -d2 log p / df2 is Lambda whatever y is
     pairs: ClassVar[bool] = False  # whether an example is a pair of inputs
+    ignored: int | None = None  # the label of a position that counts for nothing
     further: ClassVar[tuple[str, ...]] = ()  # what a batch holds between labels and weights: elements, or keys
 
     @abstractmethod
@@ -137,14 +143,7 @@ class Likelihood(Response):
     def check_outputs(self, f: Tensor) -> None:
         """Refuse outputs that this likelihood has no meaning for."""
         if f.dim() != 2:
-            raise InputError(
-                f"the network's output has shape {tuple(f.shape)}; {self.name} needs (N, C). "
-                + (
-                    "For a scalar output keep the last dimension: return (N, 1)."
-                    if f.dim() < 2
-                    else "Outputs at several positions are not built yet: pool them in the network."
-                )
-            )
+            raise InputError(f"the network's output has shape {tuple(f.shape)}; {self.name} needs (N, C).")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -165,11 +164,12 @@ def shaped_like_outputs(f: Tensor, y: Tensor, what: str) -> Tensor:
 
 
 def class_indices(n: int, y: Tensor) -> Tensor:
-    """Integer labels (N,) for n examples."""
+    """Integer labels (N,) for n examples, which may come as (N, 1)."""
     if y.is_floating_point() or y.is_complex() or y.dtype is torch.bool:
         raise InputError(
             f"class labels have dtype {y.dtype}; integers needed. Write y.long() (or y.argmax(-1) of one-hot)."
         )
+    y = y.squeeze(1) if y.shape == (n, 1) else y
     if y.shape != (n,):
         raise InputError(f"class labels have shape {tuple(y.shape)}; it must be ({n},), one label per example.")
     return y.long()

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from laplace.curvature.output import OutputCurvature
 from laplace.draws import Draws, uniforms
 from laplace.errors import InputError
-from laplace.likelihoods.base import Likelihood, shaped_like_outputs
+from laplace.likelihoods.base import IGNORED, Likelihood, shaped_like_outputs
 from laplace.predictive.entropy import decompose
 from laplace.predictive.links import Link, MonteCarlo, Quadrature, shrunk
 from laplace.predictive.response import Outputs
@@ -35,6 +35,7 @@ class Multilabel(Likelihood):
     """C labels that are 0 or 1 (or a probability between), from C logits; labels have shape (N, C)."""
 
     name = "multilabel"
+    ignored = IGNORED
     links = BINARY_LINKS
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributions import Dirichlet, Distribution
 from laplace.curvature.output import OutputCurvature
 from laplace.draws import Draws, uniforms
 from laplace.errors import InputError, OptionError, shown
-from laplace.likelihoods.base import Likelihood, check_range, class_indices
+from laplace.likelihoods.base import IGNORED, Likelihood, check_range, class_indices
 from laplace.predictive.entropy import decompose, entropy
 from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
 from laplace.predictive.outputs import OutputGaussian
@@ -31,7 +31,7 @@ class Categorical(Likelihood):
 
     label_smoothing  e in [0, 1)
     class_weights    (C,), how much an example of each class counts
-    ignore_index     the label of examples that count for nothing, such as -100
+    ignore_index     the label of examples that count for nothing, such as -100; of positions, -100 unless said
     """
 
     name = "classification"
@@ -48,6 +48,10 @@ class Categorical(Likelihood):
             raise OptionError(f"ignore_index={shown(ignore_index)} must be a whole number, as in ignore_index=-100.")
         self.label_smoothing, self.ignore_index = float(label_smoothing), ignore_index
         self.class_weights = None if class_weights is None else _checked_class_weights(class_weights)
+
+    @property
+    def ignored(self) -> int:  # type: ignore[override]
+        return IGNORED if self.ignore_index is None else self.ignore_index
 
     @property
     def described(self) -> str:

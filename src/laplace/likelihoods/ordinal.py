@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 from laplace.curvature.output import OutputCurvature
 from laplace.draws import Draws
 from laplace.errors import InputError, OptionError, shown
-from laplace.likelihoods.base import Likelihood, check_range, class_indices
+from laplace.likelihoods.base import IGNORED, Likelihood, check_range, class_indices
 from laplace.likelihoods.categorical import drawn_classes, log_of_classes
 from laplace.predictive.entropy import decompose, entropy
 from laplace.predictive.links import Link, MonteCarlo, Quadrature
@@ -33,6 +33,7 @@ class Ordinal(Likelihood):
     """
 
     name = "ordinal"
+    ignored = IGNORED
     hessian_is_fisher = False
 
     def __init__(self, cut_points: int | Sequence[float] | Tensor | None = None) -> None:

@@ -16,9 +16,11 @@ from laplace.draws import Draws, normals
 from laplace.errors import InputError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood
 from laplace.options import generator_or_none, pred_type_named, whole_number
+from laplace.positions import Positions
 from laplace.posterior import Posterior
 from laplace.precision import plainly
 from laplace.predictive import predict as predicting
+from laplace.predictive.in_shape import InShape, PredictionAtPositions
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
 from laplace.predictive.prediction import Prediction
 from laplace.structures import Structure
@@ -31,6 +33,7 @@ class Predictable(ABC):
 
     likelihood: Likelihood
     enable_backprop: bool
+    class_dim: int | None
     _keys: Keys
     _budget: Budget
 
@@ -68,8 +71,9 @@ class Predictable(ABC):
         (for classes 'probit', 'mc', 'bridge', 'bridge_norm', 'delta'), the first of them if left out.
         Regression and rewards: mean (N, C) and covariance of f (N, C, C), without observation noise; variances (N, C)
         with `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`; of some outputs
-        alone with `outputs`, a list of their indices. `pred_type='nn'` averages the network over `n_samples` draws of
-        the weights instead of linearising it.
+        alone with `outputs`, a list of their indices. Outputs at positions come in the network's own shape, covariances
+        as (N, *positions, C, C). `pred_type='nn'` averages the network over `n_samples` draws of the weights instead of
+        linearising it.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         response = self.likelihood.response
@@ -80,21 +84,22 @@ class Predictable(ABC):
         if joint and (link or sampled):
             raise UnsupportedError("joint=True is for regression with pred_type='glm'. Else: functional_samples(x).")
         chosen = self._chosen(outputs, bool(link) or sampled)
-        inputs = Inputs(x, model_kwargs, self._keys)
+        inputs, shape = Inputs(x, model_kwargs, self._keys), InShape()
         with torch.set_grad_enabled(self.enable_backprop):
             if sampled:
-                samples = response.inverse_link(self._weight_draws(inputs, draws, exact=True))
-                return samples.mean(0) if link else (samples.mean(0), samples.var(0))
+                samples = response.inverse_link(self._weight_draws(inputs, draws, True, shape))
+                return shape(samples.mean(0)) if link else (shape(samples.mean(0)), shape(samples.var(0)))
             if joint:
-                return self._joint(inputs, chosen, "Take fewer inputs, or outputs=[...], or leave out joint=True.")
+                instead = "Take fewer inputs, or outputs=[...], or leave out joint=True."
+                return self._joint(inputs, chosen, instead, shape)
+            runs = shape.watch(self._runs(inputs))
             if link:
-                return torch.cat([self._through(run, link, draws, diagonal_output) for run in self._runs(inputs)])
-            parts = [
-                predicting.linearised(self.posterior, run, not diagonal_output, chosen) for run in self._runs(inputs)
-            ]
+                return shape(torch.cat([self._through(run, link, draws, diagonal_output) for run in runs]))
+            parts = [predicting.linearised(self.posterior, run, not diagonal_output, chosen) for run in runs]
             out = joined([*parts])
             assert isinstance(out, OutputGaussian)
-            return out.mean, out.variance if out.covariance is None else out.covariance
+            spread = shape(out.variance) if out.covariance is None else shape.covariance(out.covariance)
+            return shape(out.mean), spread
 
     @plainly
     def predict(
@@ -107,7 +112,7 @@ class Predictable(ABC):
         generator: torch.Generator | None = None,
         progress_bar: bool = True,
         **model_kwargs: Any,
-    ) -> Prediction:
+    ) -> Prediction | PredictionAtPositions:
         """p(y given x, data) with observation noise, its summaries, and epistemic and aleatoric uncertainty apart.
 
         `x` is a tensor, a mapping, a tuple of inputs, or a DataLoader (labels in it are not looked at). Covariances
@@ -121,20 +126,24 @@ class Predictable(ABC):
             draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
         state = None if draws.generator is None else draws.generator.get_state()
         parts: list[tuple[OutputGaussian | OutputSamples, Tensor | None]] = []
+        shape = InShape()
         with torch.set_grad_enabled(self.enable_backprop):
             for inputs in prediction_batches(x, self._keys, model_kwargs, progress_bar):
                 if pred_type == "nn":
                     if draws.generator is not None and state is not None:
                         draws.generator.set_state(state)  # the same draws of the weights for every batch
-                    samples = OutputSamples(self._weight_draws(inputs, draws, exact=True))
+                    here = InShape()
+                    samples = OutputSamples(self._weight_draws(inputs, draws, True, here))
+                    shape.add(here)
                     parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
                 else:
-                    parts += [self._predict(run, link, draws, diagonal_output) for run in self._runs(inputs)]
+                    runs = shape.watch(self._runs(inputs), further=True)
+                    parts += [self._predict(run, link, draws, diagonal_output) for run in runs]
             if not parts:
                 raise InputError("the loader to predict on gave no batch.")
             outputs = joined([outputs for outputs, _ in parts])
             p = torch.cat([p for _, p in parts if p is not None]) if link else None
-            return response.prediction(outputs, p, self.posterior.sigma, link, draws)
+            return shape.prediction(response.prediction(outputs, p, self.posterior.sigma, link, draws))
 
     @plainly
     def functional_samples(
@@ -153,14 +162,17 @@ class Predictable(ABC):
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         draws = Draws(whole_number(n_samples, "n_samples"), generator_or_none(generator))
-        inputs = Inputs(x, model_kwargs, self._keys)
+        inputs, shape = Inputs(x, model_kwargs, self._keys), InShape()
         with torch.set_grad_enabled(self.enable_backprop):
             if diagonal_output and pred_type == "glm":
-                parts = [predicting.linearised(self.posterior, run, False) for run in self._runs(inputs)]
-                return torch.cat(list(joined([*parts]).draws(draws)), 1)
-            if self.structure.functional:
-                return self._function_draws(inputs, draws)
-            return self._weight_draws(inputs, draws, exact=pred_type == "nn")
+                runs = shape.watch(self._runs(inputs))
+                parts = [predicting.linearised(self.posterior, run, False) for run in runs]
+                drawn = torch.cat(list(joined([*parts]).draws(draws)), 1)
+            elif self.structure.functional:
+                drawn = self._function_draws(inputs, draws, shape)
+            else:
+                drawn = self._weight_draws(inputs, draws, pred_type == "nn", shape)
+            return shape(drawn, lead=1)
 
     def predictive_samples(
         self,
@@ -173,12 +185,13 @@ class Predictable(ABC):
     ) -> Tensor:  # (S, N, C)
         """Draws of the predictive's parameters: outputs f for regression, probabilities of classes, rates of counts."""
         f = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
-        return self.likelihood.response.inverse_link(f)
+        at = Positions.of(f[0], self.class_dim)
+        return at.shaped(self.likelihood.response.inverse_link(at.rows(f, lead=1)), lead=1)
 
     @plainly
     def preference(
         self, a: Any, b: Any, link_approx: str | None = None, n_samples: int = 100, **model_kwargs: Any
-    ) -> Tensor:  # (N,)
+    ) -> Tensor:  # (N, *positions)
         """The probability that each input of `a` beats its counterpart in `b`, after 'reward_modeling'.
 
         What the two rewards have in common, such as the uncertain offset of all rewards, cancels.
@@ -189,10 +202,11 @@ class Predictable(ABC):
                 "Laplace(model, 'reward_modeling')."
             )
         draws = Draws(whole_number(n_samples, "n_samples"), torch.Generator().manual_seed(0))
-        inputs = Inputs.paired(b, a, model_kwargs, self._keys)
+        inputs, shape = Inputs.paired(b, a, model_kwargs, self._keys), InShape()
         link = self.likelihood.link_named(link_approx)
         with torch.set_grad_enabled(self.enable_backprop):
-            return torch.cat([self._through(run, link, draws, False) for run in self._runs(inputs)]).squeeze(1)
+            runs = shape.watch(self._runs(inputs))
+            return shape.each(torch.cat([self._through(run, link, draws, False) for run in runs]).squeeze(1))
 
     @plainly
     @torch.no_grad()
@@ -209,9 +223,9 @@ class Predictable(ABC):
         eps = normals(n_samples, len(mean), mean, generator_or_none(generator))
         return mean + self.posterior.gaussian.color(eps)
 
-    def _joint(self, inputs: Inputs, chosen: Tensor | None, instead: str) -> tuple[Tensor, Tensor]:
-        """Mean (N C,) and covariance (N C, N C) of all inputs' outputs together."""
-        (forward,) = self._runs(inputs, whole=True)
+    def _joint(self, inputs: Inputs, chosen: Tensor | None, instead: str, shape: InShape) -> tuple[Tensor, Tensor]:
+        """Mean (N C,) and covariance (N C, N C) of all inputs' outputs together, position after position."""
+        (forward,) = shape.watch(self._runs(inputs, whole=True))
         mean = forward.outputs if chosen is None else forward.outputs[:, chosen]
         self._budget.require(
             2 * mean.element_size() * mean.numel() ** 2,
@@ -222,19 +236,19 @@ class Predictable(ABC):
         covariance = self.posterior.gaussian.joint(forward.jacobian(chosen)).flatten(2).flatten(0, 1)
         return mean.flatten(), (covariance + covariance.mT) / 2
 
-    def _function_draws(self, inputs: Inputs, draws: Draws) -> Tensor:  # (S, N, C)
+    def _function_draws(self, inputs: Inputs, draws: Draws, shape: InShape) -> Tensor:  # (S, N, C)
         """Draws of the outputs at all inputs together."""
-        mean, covariance = self._joint(inputs, None, "Take fewer inputs, or diagonal_output=True.")
+        mean, covariance = self._joint(inputs, None, "Take fewer inputs, or diagonal_output=True.", shape)
         whole = OutputGaussian(mean.unsqueeze(0), covariance.diagonal().unsqueeze(0), covariance.unsqueeze(0))
         drawn = torch.cat(list(whole.draws(draws)), 1).squeeze(1)
         return drawn.unflatten(1, (-1, self.posterior.fit.n_outputs))
 
-    def _weight_draws(self, inputs: Inputs, draws: Draws, exact: bool) -> Tensor:  # (S, N, C)
+    def _weight_draws(self, inputs: Inputs, draws: Draws, exact: bool, shape: InShape) -> Tensor:  # (S, N, C)
         """Outputs under draws of the weights; where one run is all, it is kept for all draws."""
         if self.posterior.fit.linear:
-            runs = list(self._runs(inputs, whole=True))
+            runs = list(shape.watch(self._runs(inputs, whole=True)))
             return predicting.sampled(self.posterior, lambda: runs, draws, exact)
-        return predicting.sampled(self.posterior, lambda: self._runs(inputs), draws, exact)
+        return predicting.sampled(self.posterior, lambda: shape.watch(self._runs(inputs)), draws, exact)
 
     def _through(
         self, forward: Forward, link: str, draws: Draws, independent: bool, outputs: OutputGaussian | None = None

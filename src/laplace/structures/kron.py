@@ -1,7 +1,7 @@
 """Kronecker factors: H = B (x) A with A = mean of a a^T and B = sum of g g^T, kept in their eigenbases.
 
 Where a weight's rows are its inputs (G = sum of a g^T), H = A (x) B. Of a table whose rows are looked up, A is kept as
-its diagonal; its eigenbasis is that of unit vectors (None).
+its diagonal, and so is B of a layer with many outputs; their eigenbasis is that of unit vectors (None).
 
 The prior is added exactly, in the eigenbasis: eigenvalues s beta_o alpha_i + delta. With `damping=True` it is split
 over the factors as in the paper, (s B + sqrt(delta) I) (x) (A + sqrt(delta) I); `damping='balanced'` divides and
@@ -11,6 +11,7 @@ multiplies the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps t
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -26,6 +27,7 @@ from laplace.structures.dense import DenseBlock, dense_bytes, dense_work
 from laplace.structures.diag import DiagBlock
 
 DENSE_LIMIT = 1024  # weights up to which a tensor without a Kronecker form gets a dense block; beyond, a diagonal
+WIDE = 8192  # outputs of a layer (a vocabulary) above which B is its diagonal
 DAMPINGS = (False, True, "balanced")
 
 
@@ -47,8 +49,8 @@ class Kron(BlockDiagonal):
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
             return {"H": moments.gram().double()} if small else {"diag": moments.squares()}
-        b = moments.outputs()
-        sums: Contribution = {"B": b}
+        wide = _sides(moments)[1] > WIDE
+        sums: Contribution = {"b": moments.output_squares()} if wide else {"B": moments.outputs()}
         if moments.first:
             rows = moments.input_rows()
             key = "A_left" if moments.inputs_left else "A"
@@ -76,7 +78,7 @@ class Kron(BlockDiagonal):
             small = moments.weights <= DENSE_LIMIT
             return dense_bytes(moments.weights) if small else 3 * itemsize * moments.weights
         groups, b, a = _sides(moments)
-        return 3 * itemsize * groups * (b**2 + (a if moments.diagonal_inputs else a**2))
+        return 3 * itemsize * groups * ((b if b > WIDE else b**2) + (a if moments.diagonal_inputs else a**2))
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p = moments.weights
@@ -84,8 +86,18 @@ class Kron(BlockDiagonal):
             return dense_work(moments, vectors) if p <= DENSE_LIMIT else (vectors * p, 0.0)
         groups, b, a = _sides(moments)
         t = 1 if self.weight_sharing == "reduce" else moments.positions
-        inputs, decomposed = (1, 0) if moments.diagonal_inputs else (SYMMETRIC * a**2, a**3)
-        return groups * t * (inputs + vectors * b**2), EIGH * groups * (b**3 + decomposed)
+        inputs, of_inputs = (1, 0) if moments.diagonal_inputs else (SYMMETRIC * a**2, a**3)
+        outputs, of_outputs = (b, 0) if b > WIDE else (b**2, b**3)
+        return groups * t * (inputs + vectors * outputs), EIGH * groups * (of_outputs + of_inputs)
+
+    def notes(self, sums: Sums) -> Iterator[str]:
+        wide = {key.rpartition("/")[0]: b.shape[1] for key, b in sums.items() if key.rpartition("/")[2] == "b"}
+        if wide:
+            named = ", ".join(f"{name} ({o:,} outputs)" for name, o in wide.items())
+            yield (
+                f"of {named} the output factor B is kept as its diagonal: above {WIDE:,} outputs it is too large a "
+                "matrix. Outputs are independent of each other there. See la.coverage()."
+            )
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         if "diag" in sums:
@@ -134,7 +146,9 @@ class KronBlock(EigenbasisBlock):
         a = sums["A_left" if self.inputs_left else "A"]
         a = a / sums["count"].to(a)
         self.alpha, inputs = eigh(a) if a.dim() == 3 else (a.to(eigh.dtype), None)  # (Gr, I)
-        self.beta, outputs = eigh(sums["B"])  # (Gr, O)
+        self.beta, outputs = (
+            eigh(sums["B"]) if "B" in sums else (sums["b"].clamp(min=0).to(eigh.dtype), None)
+        )  # (Gr, O)
         self.left, self.right = (inputs, outputs) if self.inputs_left else (outputs, inputs)
         self.like = self.beta
         self.damping = damping if len(shape) > 1 else False

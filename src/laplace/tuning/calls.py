@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from laplace.backprop.gradients import Forward
 from laplace.batches import Inputs, Keys, prediction_batches, training_batches
 from laplace.budget import Budget
+from laplace.counting import counted
 from laplace.errors import InputError, OptionError, UnsupportedError, choice, shown, whole_number
 from laplace.likelihoods import Likelihood, Targets
 from laplace.options import method_named, pred_type_named
@@ -49,6 +50,10 @@ class Tunable(ABC):
     @abstractmethod
     def posterior(self) -> Posterior:
         """The posterior at the current prior, noise and temperature."""
+
+    @abstractmethod
+    def _uncut(self, inputs: Inputs) -> Iterator[Forward]:
+        """Runs of the network on consecutive parts of the inputs, each with all positions of its examples."""
 
     @abstractmethod
     def _runs(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
@@ -222,18 +227,18 @@ class Tunable(ABC):
 
     def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Labelled:
         for batch in training_batches(loader, self.model, self._keys, progress_bar, "validation"):
-            start, y = 0, batch.y
-            for forward in self._runs(batch.inputs):
-                f = forward.outputs
-                part = batch if len(y) <= len(f) else batch.labels(start, start + len(f))
-                start += len(f)
+            start, n = 0, len(batch.y)
+            for whole in self._uncut(batch.inputs):
+                stop = start + whole.positions.n
                 try:
-                    targets = self.likelihood.targets(f, part)
+                    part = batch if n <= stop - start else batch.labels(start, stop)
+                    run, targets = counted(whole, part, self.likelihood)
                 except InputError as error:
                     raise InputError(f"validation batch {batch.index}: {error}") from None
-                yield forward, targets
-            if start != len(y):
-                raise InputError(f"validation batch {batch.index}: {len(y)} labels for {start} inputs.")
+                start = stop
+                yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
+            if start != n:
+                raise InputError(f"validation batch {batch.index}: {n} labels for {start} inputs.")
 
     def _outside_runs(self, loader: Iterable[Any], progress_bar: bool) -> Labelled:
         for inputs in prediction_batches(loader, self._keys, {}, progress_bar):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from laplace.backprop import Head
 from laplace.batches import Inputs, Keys, device_of, prediction_batches
+from laplace.budget import Budget
 from laplace.errors import InputError, NumericalError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.options import whole_number
@@ -72,7 +73,7 @@ def with_uncertainty_units(
     outside = _collect(ood_loader, model, keys, room, "out-of-distribution")
     last = Last(None, None).find(model, data[0])
     wider = widening(model, last, units, torch.Generator().manual_seed(whole_number(seed, "seed", 0)))
-    head = Head(model, last)
+    head = Head(model, last, Budget())
     runs, others = [head.forward(inputs) for inputs in data], [head.forward(inputs) for inputs in outside]
     curvature = sum(float(kind.fisher(run.outputs).squares().sum()) for run in runs) / runs[0].outputs.shape[1]
     features, far = torch.cat([run.features for run in runs]), torch.cat([run.features for run in others])

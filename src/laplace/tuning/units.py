@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from laplace.errors import UnsupportedError
 from laplace.weights.last_layer import LastLayer
 
 ELEMENTWISE = (
@@ -112,7 +113,10 @@ class HeadUnits(Widening):
     """`units` rectified units that read the last layer's features, beside them."""
 
     def __init__(self, model: nn.Module, last: LastLayer, units: int, generator: torch.Generator) -> None:
-        self.model, self.name, self.layer = model, last.module, last.layer(model)
+        layer = last.layer(model)
+        if not isinstance(layer, nn.Linear):
+            raise UnsupportedError(f"units are put beside the inputs of an nn.Linear; {last.module!r} is none.")
+        self.model, self.name, self.layer = model, last.module, layer
         self.free = _new_units(self.layer.in_features, units, self.layer.weight, generator)
 
     def features(self, x: Tensor) -> Tensor:

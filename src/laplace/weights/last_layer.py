@@ -1,4 +1,4 @@
-"""The last linear layer: the nn.Linear whose output is the network's output, found by running one example."""
+"""The last linear layer: the one whose output is the network's output, found by running one example."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from laplace.batches import Inputs
 from laplace.errors import ModelError, OptionError, choice, warn
 from laplace.replica import replicate, unwrap
 from laplace.weights.layout import Layout
+from laplace.weights.pointwise import Pointwise, applied, is_pointwise
 
 
 def _pick_first(h: Tensor) -> Tensor:  # (N, ..., D) -> (N, D)
@@ -47,13 +48,13 @@ class LastLayer:
         """In words."""
         return f"the last layer {self.module!r}"
 
-    def layer(self, model: nn.Module) -> nn.Linear:
+    def layer(self, model: nn.Module) -> Pointwise:
         """The layer inside `model` (or inside a replica of it)."""
         try:
             layer = unwrap(model).get_submodule(self.module)
         except AttributeError:
             layer = None
-        if not isinstance(layer, nn.Linear):
+        if not is_pointwise(layer):
             raise ModelError(
                 f"the last layer {self.module!r} is no nn.Linear of the network any more. Call la.fit again."
             )
@@ -82,8 +83,9 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
     calls, output = _record(model, example)
     candidates = [call for call in calls if name is None or call.name == name]
     for call in reversed(candidates):
-        reductions = [reduction] if reduction or call.output.dim() == output.dim() else list(REDUCTIONS)
-        for way in reductions:
+        whole = call.output.dim() == output.dim() or call.output.shape == (*output.shape, 1)
+        linear = isinstance(call.layer, nn.Linear)
+        for way in [reduction] if reduction or whole or not linear else list(REDUCTIONS):
             if _matches(call.output, call.version, output, way):
                 if way != reduction:
                     warn(
@@ -99,7 +101,7 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
 @dataclass
 class _Call:
     name: str
-    layer: nn.Linear
+    layer: Pointwise
     input: Tensor
     output: Tensor
     version: int
@@ -119,7 +121,7 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
         return hook
 
     for name, module in replica.named_modules():
-        if isinstance(module, nn.Linear):
+        if is_pointwise(module):
             module.register_forward_hook(record(name), with_kwargs=True)
     with torch.inference_mode(False), torch.no_grad():
         return calls, example.map(torch.clone).singles().call(replica)  # which may write to them
@@ -127,9 +129,9 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
 
 def is_output(out: Tensor, version: int, f: Tensor) -> bool:
     """Whether a layer's output, of that version, is the network's output: the same memory, or equal values."""
-    if out.shape != f.shape or out._version != version:
+    if out._version != version or out.shape not in (f.shape, (*f.shape, 1)):  # a last dimension of 1 may be taken off
         return False
-    return out is f or out.data_ptr() == f.data_ptr() or torch.equal(out.to(f.dtype), f)
+    return out is f or out.data_ptr() == f.data_ptr() or torch.equal(out.to(f.dtype).reshape(f.shape), f)
 
 
 def _matches(out: Tensor, version: int, f: Tensor, reduction: str | None) -> bool:
@@ -157,10 +159,10 @@ def _uncertain(model: nn.Module, name: str) -> Layout:
 
 def _check_named(model: nn.Module, name: str) -> None:
     modules = dict(unwrap(model).named_modules())
-    linear = [n for n, m in modules.items() if isinstance(m, nn.Linear)]
+    linear = [n for n, m in modules.items() if is_pointwise(m)]
     if name not in modules:
         raise OptionError(f"last_layer_name={name!r} is no module of the network. Its linear layers: {linear}.")
-    if not isinstance(modules[name], nn.Linear):
+    if not is_pointwise(modules[name]):
         raise OptionError(
             f"last_layer_name={name!r} is a {type(modules[name]).__name__}; an nn.Linear is needed: {linear}."
         )
@@ -181,7 +183,7 @@ def _check_linear(model: nn.Module, call: _Call) -> None:
             "another parametrization). Write torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')."
         )
     with torch.no_grad():
-        plain = nn.functional.linear(call.input, call.layer.weight, call.layer.bias)
+        plain = applied(call.layer, call.input)
     owners = [path for path, module in unwrap(model).named_modules(remove_duplicate=False)
               for p in module._parameters.values() if p is unwrap(model).get_submodule(call.name).weight]  # fmt: skip
     if len(owners) > 1:

@@ -1,0 +1,71 @@
+"""Which rows of a batch count, and how much: labels that are ignored, masks, weights.
+
+At positions, rows that count for nothing are left out, so that padding costs and changes nothing. Examples with one row
+each stay, with weight 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Forward
+from laplace.batches import MASK, Batch
+from laplace.errors import InputError
+from laplace.likelihoods.base import Likelihood, Targets
+from laplace.positions import Positions
+
+
+def counted(forward: Forward, batch: Batch, likelihood: Likelihood) -> tuple[Forward, Targets]:
+    """A run and its labels without what counts for nothing, both checked."""
+    labels, kept = labelled_rows(forward.positions, batch, likelihood, forward.outputs.device)
+    forward = forward if kept is None else forward.counting(kept)
+    return forward, checked(forward.outputs, labels, likelihood)
+
+
+def labelled_rows(
+    at: Positions, batch: Batch, likelihood: Likelihood, device: torch.device
+) -> tuple[Batch, Tensor | None]:
+    """The labels of the rows that count and what is said of them; the indices of these rows, None for all."""
+    y = at.labels(batch.y.to(device))
+    given = {key: at.given(value.to(device), key) for key, value in batch.given.items() if key != MASK}
+    if MASK in batch.given:
+        given["weights"] = _masked(given.get("weights"), at.mask(batch.given[MASK].to(device)))
+    labels = replace(batch, y=y, given=given)
+    if not at.several:
+        return labels, None
+    counts = torch.ones(len(y), dtype=torch.bool, device=device)
+    if likelihood.ignored is not None:
+        counts &= (y.flatten(1) != likelihood.ignored).any(1) if y.dim() > 1 else y != likelihood.ignored
+    if "weights" in given:
+        counts &= given["weights"] != 0
+    kept = None if bool(counts.all()) else counts.nonzero().flatten()
+    labels = labels if kept is None else labels.at(kept)
+    if "weights" in given and bool((labels.given["weights"] == 1).all()):
+        labels = replace(labels, given={key: value for key, value in labels.given.items() if key != "weights"})
+    return labels, kept
+
+
+def _masked(weights: Tensor | None, mask: Tensor) -> Tensor:
+    """Weights that are 0 where a mask is false; those of a wrong length are refused later."""
+    if weights is None or len(weights) != len(mask):
+        return mask if weights is None else weights
+    return weights * mask.reshape(-1, *[1] * (weights.dim() - 1))
+
+
+def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
+    """The labels of rows of outputs; an InputError where they or the outputs do not fit."""
+    likelihood.check_outputs(f)
+    check_finite(f.detach(), "the network's outputs hold")
+    return likelihood.targets(f, labels) if len(f) else Targets(labels.y)
+
+
+def check_finite(f: Tensor, what: str) -> None:
+    """Refuse NaN and infinity."""
+    if not f.sum().isfinite() and not f.isfinite().all():
+        rows = (~f.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+        raise InputError(
+            f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."
+        )

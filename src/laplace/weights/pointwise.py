@@ -1,0 +1,34 @@
+"""Layers that apply one matrix at every position: nn.Linear, and convolutions with a kernel of 1."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+Pointwise = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+def is_pointwise(module: Any) -> TypeGuard[Pointwise]:
+    """Whether a module is of that kind."""
+    if isinstance(module, nn.Linear):
+        return True
+    if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return False
+    plain = {*module.kernel_size, *module.stride, module.groups} == {1}
+    return plain and not isinstance(module.padding, str) and set(module.padding) == {0}
+
+
+def features(module: Pointwise, phi: Tensor) -> Tensor:  # -> (N, ..., H)
+    """Its input with the features last."""
+    return phi if isinstance(module, nn.Linear) else phi.movedim(1, -1)
+
+
+def applied(module: Pointwise, phi: Tensor) -> Tensor:
+    """What its tensors make of an input."""
+    if isinstance(module, nn.Linear):
+        return nn.functional.linear(phi, module.weight, module.bias)
+    out = torch.einsum("ch,nh...->nc...", module.weight.flatten(1), phi)
+    bias = module.bias
+    return out if bias is None else out + bias.reshape(-1, *[1] * (out.dim() - 2))
