@@ -126,8 +126,8 @@ def run(method: str, data: PermutedMNIST, settings: Settings, results: Results) 
     """One method over all tasks that are left."""
     model, la, file = network(settings), None, results.state(method)
     done = results.of(method)
-    if done and file.exists():
-        state = torch.load(file, weights_only=True)
+    state = torch.load(file, weights_only=True) if done and file.exists() else {}
+    if state.get("tasks") == len(done) > 0:
         model.load_state_dict(state["model"])
         if method != "map":
             la = Laplace(model, "classification", "all", method, curvature=settings.curvature)
@@ -145,7 +145,9 @@ def run(method: str, data: PermutedMNIST, settings: Settings, results: Results) 
         each = [data.accuracy(model, t) for t in range(task + 1)]
         row = {"mean": sum(each) / len(each), "each": each, "cpu_seconds": time.process_time() - start}
         done.append(row if la is None else row | {"prior_precision": float(la.prior_precision)})
-        torch.save({"model": model.state_dict(), "la": None if la is None else la.state_dict()}, file)
+        torch.save(
+            {"tasks": len(done), "model": model.state_dict(), "la": None if la is None else la.state_dict()}, file
+        )
         results.save()
         print(f"{method:5s} task {task + 1:2d}: {row['mean']:.3f}  ({row['cpu_seconds']:.0f} CPU seconds)", flush=True)
 
