@@ -116,3 +116,15 @@ def split_task(task: str, seed: int = 0) -> tuple[nn.Module, list[tuple[Tensor, 
     else:
         y = model(x).detach() + 0.9 * y
     return model, cut(x[:30], y[:30], 8), cut(x[30:], y[30:], 7)
+
+
+class Tagger(nn.Module):
+    """Labels each token from what came before it, so that padding behind a sequence changes nothing."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x).tanh()
+        return self.head(h + h.cumsum(1) / torch.arange(1, x.shape[1] + 1).unsqueeze(1))

@@ -13,20 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as Classes
 from torch.distributions import Dirichlet, Distribution
 
 from laplace.curvature.output import OutputCurvature
-from laplace.draws import Draws, uniforms
 from laplace.errors import InputError, OptionError, shown
-from laplace.likelihoods.base import IGNORED, Likelihood, check_range, class_indices
-from laplace.predictive.entropy import decompose, entropy
+from laplace.likelihoods.base import IGNORED, check_range, class_indices
+from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.response import Outputs
 
 
-class Categorical(Likelihood):
+class Categorical(OneOfSeveral):
     """One of C >= 2 classes, from C logits; labels are class indices (N,).
 
     label_smoothing  e in [0, 1)
@@ -123,23 +121,10 @@ class Categorical(Likelihood):
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
         """y ~ p; the bridges give a distribution over p itself."""
-        assert p is not None
         if isinstance(outputs, OutputGaussian) and link in ("bridge", "bridge_norm"):
             concentration = bridge_concentration if link == "bridge" else bridge_norm_concentration
             return Dirichlet(concentration(outputs.mean, outputs.variance))
-        return Classes(probs=p)
-
-    def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        assert p is not None
-        return decompose(p, outputs, draws, self.inverse_link)
-
-    def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:
-        assert p is not None
-        return entropy(p)
-
-    def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
-        assert p is not None
-        return log_of_classes(p, self._index(y))
+        return super().distribution(outputs, p, sigma, link)
 
     def _index(self, y: Tensor) -> Tensor:
         """Labels that can be looked up; ignored ones are weighted with 0."""
@@ -160,19 +145,6 @@ class Categorical(Likelihood):
         w = torch.ones_like(f[0]) if self.class_weights is None else self.class_weights.to(f)
         q = (1 - self.label_smoothing) * one_hot * w + self.label_smoothing * w / f.shape[-1]
         return q / q.sum(-1, keepdim=True)
-
-
-def drawn_classes(p: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:  # (N, K) -> (S, N)
-    """Classes drawn from these probabilities (float64)."""
-    u = uniforms(p.shape[0], n_samples, 1, p, generator).transpose(0, 1).squeeze(-1)
-    cdf = p.cumsum(-1)
-    labels = torch.searchsorted(cdf, u.contiguous() * cdf[:, -1:], right=True)
-    return labels.clamp(max=p.shape[1] - 1).T
-
-
-def log_of_classes(p: Tensor, y: Tensor) -> Tensor:  # (N, K), (N,) -> (N,)
-    """log p_y, finite where p_y is zero."""
-    return p.clamp(min=torch.finfo(p.dtype).tiny).log().gather(1, y.unsqueeze(1)).squeeze(1)
 
 
 def _checked_class_weights(values: Any) -> Tensor:

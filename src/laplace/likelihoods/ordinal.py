@@ -11,21 +11,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as Classes
-from torch.distributions import Distribution
 from torch.nn.functional import logsigmoid
 
 from laplace.curvature.output import OutputCurvature
-from laplace.draws import Draws
 from laplace.errors import InputError, OptionError, shown
-from laplace.likelihoods.base import IGNORED, Likelihood, check_range, class_indices
-from laplace.likelihoods.categorical import drawn_classes, log_of_classes
-from laplace.predictive.entropy import decompose, entropy
+from laplace.likelihoods.base import IGNORED, check_range, class_indices
+from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.predictive.links import Link, MonteCarlo, Quadrature
-from laplace.predictive.response import Outputs
 
 
-class Ordinal(Likelihood):
+class Ordinal(OneOfSeveral):
     """One of K ordered classes; labels are class indices (N,), predictions probabilities (N, K).
 
     `cut_points` are the K - 1 ascending points themselves (those that the network was trained with), or the number K:
@@ -75,22 +70,6 @@ class Ordinal(Likelihood):
 
     def inverse_link(self, f: Tensor) -> Tensor:  # (..., 1) -> (..., K)
         return self._log_classes(f).exp()
-
-    def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        assert p is not None
-        return Classes(probs=p)
-
-    def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        assert p is not None
-        return decompose(p, outputs, draws, self.inverse_link)
-
-    def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:
-        assert p is not None
-        return entropy(p)
-
-    def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
-        assert p is not None
-        return log_of_classes(p, y)
 
     def _probit(self, f: Tensor, variance: Tensor) -> Tensor:
         """Differences of sigmoid((c_k - f) / sqrt(1 + pi/8 S))."""
