@@ -15,7 +15,7 @@ from laplace.errors import NumericalError
 EIGH = 6.0  # multiplications of an eigendecomposition, in units of the cube of its side
 SYMMETRIC = 0.6  # share of the multiplications that `gram` takes of a whole product
 _HELD = 2**22  # numbers collected before a product, at most
-_ENOUGH = 512  # rows that a large product is as fast with as with more
+_ENOUGH = 512  # rows that a product is as fast with as with more
 _MANY = 512  # columns from which half a product is worth several calls
 _ALIGNED = 16  # strips begin at multiples of it: kernels work on whole registers
 _LONG = 2**11  # rows from which it is worth them for few columns, too
@@ -128,11 +128,11 @@ class GramSum:
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Count further rows; they are copied or multiplied now, since a loader may reuse its memory."""
         m, d = rows.shape
-        if m >= _ENOUGH and d >= _MANY:
+        if m >= _ENOUGH:
             self._take(rows)
             return
         if self._buffer is None:
-            self._buffer = rows.new_empty(max(m, min(_HELD // d, 8 * d)), d)
+            self._buffer = rows.new_empty(max(m, min(_HELD // d, max(8 * d, 2 * _ENOUGH))), d)
         if self._filled + m > len(self._buffer):
             self._empty()
         if m > len(self._buffer):

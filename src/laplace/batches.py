@@ -79,6 +79,8 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         """The same inputs on `device`."""
+        if all(t.device == device for t in (*_tensors(self.x), *_tensors(self.kwargs))):
+            return self
         kwargs = _map_tensors(dict(self.kwargs), lambda t: t.to(device))
         return replace(self.map(lambda t: t.to(device)), kwargs=kwargs)
 
@@ -219,7 +221,8 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
     for index, batch in enumerate(_bar(loader, progress, what)):
         found = split(batch, keys, index, model)
         if found.y.shape[:1] != (0,):
-            yield replace(found, inputs=found.inputs.to(device))
+            inputs = found.inputs.to(device)
+            yield found if inputs is found.inputs else replace(found, inputs=inputs)
 
 
 def prediction_batches(x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool) -> Iterator[Inputs]:

@@ -230,13 +230,13 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         if not override and self._fitted is not None:
             self._notice_changes()
         before = None if override else self._fitted
+        engine = self._engine(weights, self._plan if before is not None else None)
         if before is None:
-            self._choose_curvature(weights, first.inputs)
+            self._choose_curvature(engine, first.inputs)
         generator = generator_or_none(generator)
         progress = None if checkpoint is None else progress_of(self, weights, generator, checkpoint, every)
         if generator is None and (self.structure.passes > 1 or progress is not None):
             generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
-        engine = self._engine(weights, self._plan if before is not None else None)
         sums = (SubsetAccumulator if self.structure.functional else Accumulator)(
             engine,
             self.likelihood,
@@ -391,14 +391,14 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         """Whether a fit may have taken this curvature unasked."""
         return not self._curvature_given and curvature in ("ggn", "sketch")
 
-    def _choose_curvature(self, weights: LastLayer | Selection, inputs: Inputs) -> None:
+    def _choose_curvature(self, engine: Head | Network, inputs: Inputs) -> None:
         """Where nobody said which: exact, unless that takes too many vectors to be sent back from all positions."""
         if self._curvature_given:
             return
         self.curvature = "ggn"
-        if isinstance(weights, LastLayer):
+        if isinstance(engine, Head):
             return
-        found = self._positions(inputs)
+        found = engine.planned_positions(inputs)
         vectors = found.count * found.c
         if found.several and vectors > MOST_VECTORS:
             self.curvature = "sketch"

@@ -31,7 +31,7 @@ from laplace.positions import Positions
 from laplace.replica import replicate
 from laplace.weights.selection import Selection
 
-_NARROW = 2**17  # numbers in the outputs of all layers, up to which batches are run together
+_NARROW = 2**18  # numbers in the outputs of all layers, up to which batches are run together
 
 
 class Network:
@@ -139,6 +139,11 @@ class Network:
         step = self.budget.count(self.item_size * width * (2 * n_outputs * positions + 4), share=0.5)
         for start in range(0, inputs.size, step):
             yield inputs.part(start, start + step)
+
+    def planned_positions(self, inputs: Inputs) -> Positions:
+        """The shape of the outputs that the plan was made on: of these inputs, where there was none."""
+        plan = self.planned(inputs.normal_tensors())
+        return Positions.of(torch.empty(plan.examples, *plan.outputs, device="meta"), self.class_dim)
 
     def _positions(self, inputs: Inputs) -> Positions:
         """The shape of the outputs, from a run on a few examples."""

@@ -130,24 +130,21 @@ class OutputCurvature:
     def root(self) -> Tensor:  # (K, N, C)
         """Vectors v_k with sum_k v_k v_k^T = Lambda: those sent back. C - 1 for softmax, whose Lambda is singular.
 
-        diag(p) - p p^T = diag(q) (I - q q^T) diag(q) with q = sqrt(p) of length 1; I - q q^T = R R^T for all
-        columns R, but one, of the Householder reflection that takes q to a unit vector: that of the likeliest class,
-        whose column is left out, so that nothing cancels where p is nearly 1.
+        Cholesky's, which diag(p) - p p^T has in closed form. With s_j the sum of p_i over i > j, column j is
+        sqrt(p_j / (s_{j-1} s_j)) times s_j at j, and -p_i below: nothing cancels, however sure a class is.
         """
         if self.diagonal is None:
             assert self.vectors is not None
             return self.vectors
-        scale = self.diagonal.sqrt()
         if self.vectors is None:
-            return scale.diag_embed().permute(1, 0, 2)
-        q = torch.nn.functional.normalize(self.vectors[0] / scale.clamp(min=torch.finfo(scale.dtype).tiny), dim=-1)
-        top = q.argmax(-1, keepdim=True)  # (N, 1)
-        others = torch.arange(1, q.shape[-1], device=q.device).expand(len(q), -1)
-        others = others.where(others != top, 0).T  # (C - 1, N): all classes but the likeliest
-        w = q.scatter_add(-1, top, torch.ones_like(q[:, :1]))
-        factor = w.T.gather(0, others) * (-2 / w.square().sum(-1))
-        v = factor.unsqueeze(-1) * (scale * w)
-        return v.scatter_add_(-1, others.unsqueeze(-1), scale.T.gather(0, others).unsqueeze(-1))
+            return self.diagonal.sqrt().diag_embed().permute(1, 0, 2)
+        p = self.diagonal
+        sums = p.flip(-1).cumsum(-1).flip(-1).T.clamp(min=torch.finfo(p.dtype).tiny)  # (C, N), to the last class
+        factor = (p.T[:-1] / sums[:-1]).sqrt() * sums[1:].rsqrt()
+        below = p.new_ones(p.shape[-1] - 1, p.shape[-1]).triu_(1).unsqueeze(1)
+        v = (below * p).mul_(-factor.unsqueeze(-1))
+        v.diagonal(dim1=0, dim2=2).copy_((factor * sums[1:]).T)
+        return v
 
     def between(self, x: Tensor) -> Tensor:  # (r, N, C) -> (r, r)
         """sum over n of x_n Lambda_n x_n^T, without a root."""
