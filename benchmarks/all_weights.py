@@ -111,11 +111,11 @@ def measure(name: str, repeats: int, peer: Peer) -> Callable[[], list[Result]]:
     fits = best_seconds(
         {"epoch": warmed(problem.epoch), "exact": lambda: problem.fitted, "sketch": lambda: problem.sketched},
         repeats,
-        at_least=40,
+        at_least=90,
     )
     la, x = problem.fitted(), inputs_of(problem.batches, case.predictions)
     predictions = best_seconds(
-        {"forward": warmed(lambda: forward(problem.model, [x])), "laplace": lambda: lambda: la(x)}, repeats
+        {"forward": warmed(lambda: forward(problem.model, [x])), "laplace": lambda: lambda: la(x)}, repeats, 30
     )
     tuning = best_seconds({"tune": problem.tuning}, repeats)
     memory = peak_memory(fit_tune_predict, name) / 1e9

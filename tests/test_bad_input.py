@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.errors import InputError, LaplaceError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import InputError, LaplaceError, ModelError, NotFittedError, OptionError, UnsupportedError
 from networks import cut, make
 
 X, Y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -310,3 +310,23 @@ def test_an_option_of_another_approximation_says_which_one_this_is():
 def test_a_precision_per_weight_names_all_structures_that_have_one(la):
     with pytest.raises(OptionError, match="'full', 'lowrank', 'block', 'inf' or 'diag'"):
         la.prior_precision = torch.ones(la.n_params)
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_lazy_modules_are_refused_until_they_were_run(subset):
+    lazy = nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.LazyLinear(3))
+    with pytest.raises(ModelError, match=r"'0\.weight' and 3 more parameters have no shape yet.*Run the network"):
+        Laplace(lazy, "classification", subset)
+    lazy(X)
+    assert Laplace(lazy, "classification", subset).fit(cut(X, Y, 2))(X).shape == (6, 3)
+
+
+@pytest.mark.parametrize("error", [IndexError, KeyError, ValueError, AssertionError, ZeroDivisionError])
+def test_whatever_a_network_raises_is_said_with_what_it_was_called_with(error):
+    class Failing(nn.Linear):
+        def forward(self, x):
+            raise error("no such thing")
+
+    with pytest.raises(ModelError, match=r"failed on a tensor of shape \(2, 4\).*no such thing") as raised:
+        Laplace(Failing(4, 3), "classification", "all").fit(cut(X, Y, 2))
+    assert isinstance(raised.value.__cause__, error)

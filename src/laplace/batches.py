@@ -125,9 +125,9 @@ class Inputs:
         try:
             with as_called():
                 output = model(*args, **named, **self.kwargs)
-        except (TypeError, RuntimeError) as error:
-            if isinstance(error, (LaplaceError, torch.OutOfMemoryError)):
-                raise
+        except (LaplaceError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a network may raise
             raise ModelError(f"the network failed on {described(self.singles().x, self.kwargs)}: {error}") from error
         return self.combined(logits(output))
 

@@ -52,7 +52,7 @@ from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
-from laplace.replica import replicate
+from laplace.replica import replicate, require_shapes
 from laplace.structures import Kron
 from laplace.summary import summary
 from laplace.tuning import Tunable
@@ -120,6 +120,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         refuse_others(others)
         if not isinstance(model, nn.Module):
             raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
+        require_shapes(model)
         self.model = model
         self.likelihood = likelihood_named(likelihood)
         last = Last(last_layer_name, feature_reduction)

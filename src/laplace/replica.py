@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 from torch.jit import ScriptModule
+from torch.nn.parameter import UninitializedParameter
 
 from laplace.errors import ModelError
 
@@ -32,6 +33,16 @@ def replicate(model: nn.Module, tracked: Collection[str] = ()) -> nn.Module:
         for name, p in model.named_parameters()
     }
     return _copy(model, memo)
+
+
+def require_shapes(model: nn.Module) -> None:
+    """Refuse a network that has never been run on anything: lazy modules find their shapes there."""
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise ModelError(
+            f"{lazy[0]!r} and {len(lazy) - 1} more parameters have no shape yet: lazy modules find it when they are "
+            "first run. Run the network on a batch and train it, then make it Bayesian."
+        )
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -66,6 +66,19 @@ def test_a_layer_may_see_all_of_the_first_examples_and_some_of_the_others(forwar
     assert {row.name: row.rule for row in la.coverage().rows}["head.weight"] == "linear"
 
 
+@pytest.mark.parametrize("alone", [0, 3], ids=["in the first batch", "in a later one"])
+@pytest.mark.parametrize("forward", [adapted, two_experts])
+def test_a_layer_may_see_a_single_example(forward, alone):
+    """Its output, (1, ...), is that example's, not what is computed once for all."""
+    x = routed(0, 16)
+    x[:, 0] = -x[:, 0].abs()
+    x[[alone, 4, 5, 8, 9], 0] *= -1  # batches of 4: one example here, two there
+    x = torch.cat([x[:4], x[4:8], x[8:12]]) if alone == 0 else torch.cat([x[4:8], x[:4], x[8:12]])
+    experts = ["a"] if forward is adapted else ["a", "b"]
+    model = seeded(lambda: Net(forward, **{name: nn.Linear(4, 4) for name in experts}, head=nn.Linear(4, 2)))
+    assert_right(model, x, [4, 4, 4])
+
+
 class Nested(nn.Module):
     """The routed layer is inside a block that sees every example: the block explains it."""
 

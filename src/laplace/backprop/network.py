@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laplace.algebra import gram
 from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
 from laplace.backprop.plan import EXAMPLES, Learned, Plan, make_plan, zeros_for
-from laplace.backprop.record import NotOpened, Recorded, Recorder
+from laplace.backprop.record import NotSeen, Recorded, Recorder
 from laplace.backprop.uses import Dense, Use, Written, along, split
 from laplace.batches import Inputs
 from laplace.budget import Budget
@@ -79,8 +79,8 @@ class Network:
         while True:
             try:
                 f, calls = self._recorded(inputs, plan, with_grad)
-            except NotOpened as failure:
-                plan, own = self._make_plan(inputs, plan.without({failure.path})), True
+            except NotSeen as failure:
+                plan, own = self._make_plan(inputs, plan.without(failure.paths)), True
                 continue
             misfits = plan.misfits(f, calls)
             if not misfits:
@@ -89,13 +89,8 @@ class Network:
             plan, own = self._make_plan(inputs, plan.without(misfits) if own else plan.learned), True
 
     def _recorded(self, inputs: Inputs, plan: Plan, attached: bool) -> tuple[Tensor, list[Recorded]]:
-        recorder = self._recorder_for(plan)
-        try:
-            with torch.inference_mode(False), torch.enable_grad(), self._kernels():
-                recorder.start(inputs.size, attached)
-                return self.readable(inputs, plan).call(self.replica), recorder.calls
-        finally:
-            recorder.stop()
+        with torch.inference_mode(False), torch.enable_grad(), self._kernels():
+            return self._recorder_for(plan).run(self.readable(inputs, plan), self.replica, attached)
 
     def _recorder_for(self, plan: Plan) -> Recorder:
         """Its hooks stay on the replica, which nobody else has, until there is another plan."""

@@ -20,7 +20,7 @@ from laplace.backprop.arrangement import Arrangement, detect, version
 from laplace.backprop.entries import at
 from laplace.backprop.layers import Call, Generic, Rule, rule_for
 from laplace.backprop.layers.generic import WholeNetwork
-from laplace.backprop.record import NotOpened, Recorded, Recorder
+from laplace.backprop.record import NotSeen, Recorded, Recorder
 from laplace.backprop.uses import Use, combined
 from laplace.batches import Inputs
 from laplace.errors import LaplaceError, ModelError, quiet
@@ -162,8 +162,12 @@ class Plan:
     def without(self, paths: Collection[str]) -> Learned:
         """What is known, and that these modules do not explain their parameters."""
         learned = self.learned.copy()
-        learned.refuse(self.owners, [name for path in paths for name in self.owners[path].keys.values()])
+        learned.refuse(self.owners, self.explained_by(paths))
         return learned
+
+    def explained_by(self, paths: Collection[str]) -> list[str]:
+        """The parameters that these modules own."""
+        return [name for path in paths for name in self.owners[path].keys.values()]
 
     @property
     def hooked(self) -> list[str]:
@@ -252,9 +256,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
     recorder = Recorder(replica, plan.hooked, plan.learned.repeated, plan.opened, compare=True)
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            recorder.start(inputs.size)
-            f = inputs.map(torch.clone).call(replica)
-            recorder.active = False
+            f, recorded = recorder.run(inputs.map(torch.clone), replica)
         if not f.requires_grad:
             raise ModelError("the network's output does not depend on any uncertain weight (is it detached?).")
         n, v = f.shape[0], random_vectors(f)
@@ -264,22 +266,22 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
             expected = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
         except RuntimeError as error:
             raise ModelError(f"autograd cannot differentiate the network: {error}") from error
-        edges = [edge for call in recorder.calls for edge in call.edges]
+        edges = [edge for call in recorded for edge in call.edges]
         probed = torch.linspace(0, n - 1, min(n, EXAMPLES)).round().long()
         touched = _sent(f, edges, _alone(v, probed), plan)
         sent = torch.autograd.grad(f, edges, v, allow_unused=True) if edges else ()
-    except NotOpened as failure:
-        plan.learned.closed.add(failure.path)
+    except NotSeen as failure:
+        plan.learned.refuse(plan.owners, plan.explained_by(failure.paths))
         return False
     finally:
         recorder.remove()
     plan.examples, plan.outputs = n, tuple(f.shape[1:])
     plan.unused = {name for name, g in zip(layout.names, expected, strict=True) if g is None}
-    plan.width = _width(plan, recorder.calls, parameters, n)
-    if not _arrange(plan, recorder.calls, touched, probed.tolist(), n):
+    plan.width = _width(plan, recorded, parameters, n)
+    if not _arrange(plan, recorded, touched, probed.tolist(), n):
         return False
     calls, index = [], 0
-    for call in recorder.calls:
+    for call in recorded:
         gs = [zeros_for(g, shape, dtype, f)[None] for g, shape, dtype in zip(sent[index:], call.shapes, call.dtypes)]  # noqa: B905
         calls.append((call, gs))
         index += len(call.edges)
@@ -289,7 +291,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
         if plan.learned.refuse(plan.owners, failure.names):
             raise
         return False
-    eps = rounding({f.dtype, *(p.dtype for p in tracked), *(dtype for call in recorder.calls for dtype in call.dtypes)})
+    eps = rounding({f.dtype, *(p.dtype for p in tracked), *(dtype for call in recorded for dtype in call.dtypes)})
     failed = _differing(layout.names, found, expected, eps)
     _require_right(plan, failed)
     if stuck := plan.learned.refuse(plan.owners, failed):

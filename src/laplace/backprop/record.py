@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from laplace.backprop.arrangement import is_float, version
 from laplace.backprop.layers.base import Rule
+from laplace.batches import Inputs
 from laplace.errors import ModelError
 from laplace.nested import map_tensors, tensors_in
 
@@ -38,12 +39,12 @@ class Recorded:
             )
 
 
-class NotOpened(ModelError):
-    """A module that its rule could not run itself, or not to the same end."""
+class NotSeen(ModelError):
+    """Modules that cannot be looked into as planned: their parameters are explained further up."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        super().__init__(f"the inner maps of {path!r} cannot be seen.")
+    def __init__(self, paths: Collection[str]) -> None:
+        self.paths = set(paths)
+        super().__init__(f"what happens in {', '.join(sorted(self.paths))} cannot be seen.")
 
 
 class Recorder:
@@ -59,6 +60,7 @@ class Recorder:
     ) -> None:
         self.calls: list[Recorded] = []
         self.repeated, self.active, self.n, self.attached = repeated, False, 0, False
+        self._gave: set[str] = set()  # modules whose one row was given to each example
         self.compare = compare  # whether what opened modules return is compared with what they would have returned
         self.handles = [
             replica.get_submodule(name).register_forward_hook(self._hook(name), with_kwargs=True) for name in names
@@ -74,20 +76,29 @@ class Recorder:
         for module, *_ in self.opened:
             module.__dict__.pop("forward", None)
 
-    def start(self, n: int | None, attached: bool = False) -> None:
-        """Forget what was recorded; `n` examples are to come, whose activations stay in the graph if `attached`."""
-        self.calls, self.active, self.n, self.attached = [], True, n or 0, attached
-
-    def stop(self) -> None:
-        """Record no more, and hold nothing."""
-        self.calls, self.active = [], False
+    def run(self, inputs: Inputs, replica: nn.Module, attached: bool = False) -> tuple[Tensor, list[Recorded]]:
+        """The outputs and the calls that lead to them, whose activations stay in the graph if `attached`."""
+        self.calls, self.active, self.n, self.attached = [], True, inputs.size or 0, attached
+        self._gave = set()
+        try:
+            return inputs.call(replica), self.calls
+        except NotSeen:
+            raise
+        except Exception as error:
+            if not self._gave:
+                raise
+            raise NotSeen(self._gave) from error  # the one row that each example was given was one example's own
+        finally:
+            self.calls, self.active = [], False
 
     def _hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             if not self.active:
                 return None
             if name in self.repeated:
-                output = map_tensors(output, self._repeat)
+                once, output = output, map_tensors(output, self._repeat)
+                if any(a is not b for a, b in zip(tensors_in(once), tensors_in(output), strict=True)):
+                    self._gave.add(name)
             self._record(name, module, args, kwargs, [t for t in tensors_in(output) if is_float(t)])
             return output
 
@@ -102,9 +113,9 @@ class Recorder:
             try:
                 output, inner = rule.opened(module, args, kwargs)
             except Exception as error:
-                raise NotOpened(name) from error
+                raise NotSeen({name}) from error
             if self.compare and not _alike(output, own(*args, **kwargs)):
-                raise NotOpened(name)
+                raise NotSeen({name})
             for one in inner:
                 if set(one.keys) & set(keys):
                     self._record(name, module, one.inputs, {"part": one.part}, list(one.outputs))
