@@ -41,7 +41,12 @@ class _NamesMask(SubnetMask):
 
 
 class ParamNameSubnetMask(_NamesMask):
-    """All weights of the named parameters."""
+    """All weights of the named parameters.
+
+    Args:
+        model: the trained network.
+        parameter_names: as of `model.named_parameters()`.
+    """
 
     kind = "parameter"
 
@@ -54,7 +59,12 @@ class ParamNameSubnetMask(_NamesMask):
 
 
 class ModuleNameSubnetMask(_NamesMask):
-    """All trainable weights of the named modules."""
+    """All trainable weights of the named modules.
+
+    Args:
+        model: the trained network.
+        module_names: as of `model.named_modules()`.
+    """
 
     kind = "module"
 
@@ -67,7 +77,12 @@ class ModuleNameSubnetMask(_NamesMask):
 
 
 class LastLayerSubnetMask(SubnetMask):
-    """All trainable weights of the last linear layer, found by running one example of the training data."""
+    """All trainable weights of the last linear layer, found by running one example of the training data.
+
+    Args:
+        model: the trained network.
+        last_layer_name: which module it is, where it is not to be looked for.
+    """
 
     def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
         super().__init__(model)
