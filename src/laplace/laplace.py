@@ -53,7 +53,7 @@ from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
 from laplace.replica import replicate
-from laplace.structures import Kron
+from laplace.structures.kron import Kron
 from laplace.summary import summary
 from laplace.tuning.calls import Tunable
 from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed

@@ -20,10 +20,15 @@ from laplace.weights.layout import Layout
 
 
 class BlockMatrix:
-    """A block-diagonal matrix that is written out on request."""
+    """A block-diagonal matrix that is written out on request.
+
+    Attributes:
+        to_matrix: makes the matrix, (P, P), or raises a MemoryBudgetError.
+        logdet: its log-determinant, ().
+    """
 
     def __init__(self, to_matrix: Callable[[], Tensor], logdet: Callable[[], Tensor], layout: Layout) -> None:
-        self.to_matrix, self.logdet, self._layout = to_matrix, logdet, layout  # (P, P), ()
+        self.to_matrix, self.logdet, self._layout = to_matrix, logdet, layout
 
     def __repr__(self) -> str:
         return f"BlockMatrix({len(self._layout.names)} blocks, {self._layout.n_params} weights)"
@@ -209,7 +214,7 @@ class Readable(ABC):
             Js: (N, C, P).
 
         Returns:
-            (N*C, N*C).
+            (N C, N C).
 
         Raises:
             InputError: another number of weights.

@@ -85,7 +85,7 @@ class Predictable(ABC):
         Returns:
             Of classes, labels and counts: probabilities or rates (N, C). Of regression and rewards: mean (N, C) and
                 covariance of f (N, C, C), without observation noise; variances (N, C) with `diagonal_output`, or with
-                'nn'; mean (N*C,) and covariance (N*C, N*C) with `joint`.
+                'nn'; mean (N C,) and covariance (N C, N C) with `joint`.
 
         Raises:
             NotFittedError: before `fit`.

@@ -19,21 +19,21 @@ from laplace.weights.named import nearest_of, trainable_named
 class _NamesMask(SubnetMask):
     """All weights under some names, which are of one kind."""
 
-    kind: str
+    _kind: str
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__(model)
         if isinstance(names, str) or not names:
-            raise OptionError(f"{self.kind} names={names!r} came; a list with at least one name is needed.")
-        unknown = [name for name in names if name not in self.there]
+            raise OptionError(f"{self._kind} names={names!r} came; a list with at least one name is needed.")
+        unknown = [name for name in names if name not in self._there]
         if unknown:
-            near = nearest_of(sorted(self.there), str(unknown[0]))
-            raise OptionError(f"{unknown[0]!r} is no {self.kind} of the network. {near}")
+            near = nearest_of(sorted(self._there), str(unknown[0]))
+            raise OptionError(f"{unknown[0]!r} is no {self._kind} of the network. {near}")
         self.names = list(names)
 
     @property
     @abstractmethod
-    def there(self) -> set[str]:
+    def _there(self) -> set[str]:
         """The names that there are."""
 
     def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
@@ -48,13 +48,13 @@ class ParamNameSubnetMask(_NamesMask):
         parameter_names: as of `model.named_parameters()`.
     """
 
-    kind = "parameter"
+    _kind = "parameter"
 
     def __init__(self, model: nn.Module, parameter_names: Sequence[str]) -> None:
         super().__init__(model, parameter_names)
 
     @property
-    def there(self) -> set[str]:
+    def _there(self) -> set[str]:
         return {plain_name(name) for name, _ in unwrap(self.model).named_parameters(remove_duplicate=False)}
 
 
@@ -66,13 +66,13 @@ class ModuleNameSubnetMask(_NamesMask):
         module_names: as of `model.named_modules()`.
     """
 
-    kind = "module"
+    _kind = "module"
 
     def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
         super().__init__(model, module_names)
 
     @property
-    def there(self) -> set[str]:
+    def _there(self) -> set[str]:
         return {plain_name(name) for name, _ in unwrap(self.model).named_modules() if name}
 
 
