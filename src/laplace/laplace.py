@@ -121,7 +121,6 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     Raises:
         OptionError: an option that does not exist, or a value outside its range.
         UnsupportedError: options that do not go together; the message says what does.
-        ModelError: no trainable weight among those asked for.
     """
 
     def __init__(
