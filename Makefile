@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 
 # SLOW=0 leaves the slow tests out, SLOW=1 runs all tests, SLOW=only runs nothing but the slow ones.
 SELECT_0 := -m "not slow"
@@ -20,7 +21,7 @@ endif
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint docs bench clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,15 +37,22 @@ lint: $(STAMP)  ## Check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+docs: $(DOCS)  ## Build the documentation into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(STAMP)  ## Time and memory of fit and prediction, last layer and all weights, beside laplace-torch
 	$(BIN)/python benchmarks/last_layer.py
 	$(BIN)/python benchmarks/all_weights.py
 
-clean:  ## Remove the environment, caches and what the demo drew
-	rm -rf $(VENV) build dist laplace-demo .pytest_cache .ruff_cache .hypothesis
+clean:  ## Remove the environment, caches, the built documentation and what the demo drew
+	rm -rf $(VENV) build dist site laplace-demo .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --no-compile -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	$(BIN)/pip install --no-compile -q -c constraints.txt -e '.[docs]'
 	@touch $@

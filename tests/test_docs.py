@@ -1,4 +1,4 @@
-"""Every Python block of README and docs runs, in order, a page at a time."""
+"""Every Python block of README and docs runs, in order, a page at a time; every page is in the navigation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error::laplace.errors.LaplaceWarning")
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
@@ -29,6 +29,19 @@ def test_the_readme_has_code_and_its_figures_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(((?!http)[^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), target
+
+
+def test_no_python_is_left_out_of_the_blocks_that_run():
+    for page in PAGES:
+        fences = re.findall(r"^ *```(\S*)", page.read_text(), re.MULTILINE)
+        assert sum(fence.startswith("py") for fence in fences) == len(blocks(page)), page
+        assert set(fences[1::2]) <= {""}, f"{page}: a block that does not end"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]]
+    assert sorted(listed) == sorted(pages)
 
 
 def test_the_papers_listings_are_verbatim_and_run():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from exact import assert_close
 from laplace import Laplace, marglik_training
-from laplace.errors import InputError, LaplaceWarning, OptionError
+from laplace.errors import CheckpointError, InputError, LaplaceWarning, OptionError
 from networks import cut, make
 
 NOISE = 0.3
@@ -172,10 +172,10 @@ def test_an_interrupted_training_goes_on_to_the_same_end(k, tmp_path):
         assert torch.equal(other[0].posterior_covariance, expected[0].posterior_covariance)
     assert [path.name for path in file.parent.iterdir()] == ["state.pt"]
     assert set(torch.load(file, weights_only=True)) >= {"model", "optimizer", "random", "settings"}
-    with pytest.raises(OptionError, match=r"another training: temperature \(1.0 there, 2.0 here\)"):
+    with pytest.raises(CheckpointError, match=r"another training: temperature \(1.0 there, 2.0 here\)"):
         call(loader(), file, temperature=2.0)
     file.write_bytes(b"no checkpoint")
-    with pytest.raises(InputError, match="is no state of marglik_training"):
+    with pytest.raises(CheckpointError, match="is no state of marglik_training"):
         call(loader(), file)
 
 

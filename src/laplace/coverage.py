@@ -11,11 +11,20 @@ from laplace.posterior import Fit
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter tensor."""
+    """One parameter tensor.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the parameter.
+        weights: how many of its weights are uncertain.
+        rule: what explains its gradients.
+        kept: what is kept of its curvature.
+        bytes: what that takes.
+    """
 
     name: str
     shape: tuple[int, ...]
-    weights: int  # that are uncertain
+    weights: int
     rule: str
     kept: str
     bytes: int
@@ -23,7 +32,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """All uncertain parameter tensors; prints as a table."""
+    """All uncertain parameter tensors; prints as a table.
+
+    Attributes:
+        rows: a `Row` for each.
+    """
 
     rows: tuple[Row, ...]
 

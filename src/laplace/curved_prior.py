@@ -51,7 +51,13 @@ class Earlier:
 
 @dataclass(frozen=True)
 class CurvedPrior(Prior):
-    """`la.as_prior()`: pass it to the next task's `Laplace(..., prior=)` or `marglik_training(..., prior=)`."""
+    """`la.as_prior()`: pass it to the next task's `Laplace(..., prior=)` or `marglik_training(..., prior=)`.
+
+    Attributes:
+        precision: delta, the part that is tuned on each task.
+        mean: the weights of the last task, (P,).
+        earlier: the curvature of all tasks so far.
+    """
 
     earlier: Earlier
 
@@ -81,9 +87,16 @@ class CurvedPrior(Prior):
         return self.earlier.fit.n_data
 
     def log_prob(self, weights: nn.Module | Tensor, normalized: bool = True) -> Tensor:
-        """Log-density at a network's weights or at a vector (P,), differentiable in them.
+        """Log-density at some weights, differentiable in them.
 
         Unnormalised it is the penalty -1/2 (theta - mu)^T (H + D) (theta - mu) of training on the next task.
+
+        Args:
+            weights: a network, or a vector (P,).
+            normalized: whether the constant is added.
+
+        Raises:
+            InputError: a network without these parameters, or another number of weights.
         """
         theta = weights if isinstance(weights, Tensor) else self._vector(weights)
         if theta.shape != self.mean.shape:

@@ -11,12 +11,16 @@ class _Name(str, Enum):
 
 
 class SubsetOfWeights(_Name):
+    """Which weights are uncertain, by name."""
+
     LAST_LAYER = "last_layer"
     ALL = "all"
     SUBNETWORK = "subnetwork"
 
 
 class HessianStructure(_Name):
+    """What is kept of the curvature."""
+
     FULL = "full"
     KRON = "kron"
     DIAG = "diag"
@@ -28,6 +32,8 @@ class HessianStructure(_Name):
 
 
 class Curvature(_Name):
+    """Which curvature."""
+
     GGN = "ggn"
     SKETCH = "sketch"
     MC = "mc"
@@ -36,6 +42,8 @@ class Curvature(_Name):
 
 
 class Likelihood(_Name):
+    """The likelihoods that have a name; as objects they are in `laplace.likelihoods`."""
+
     REGRESSION = "regression"
     CLASSIFICATION = "classification"
     REWARD_MODELING = "reward_modeling"
@@ -48,12 +56,16 @@ class Likelihood(_Name):
 
 
 class PredType(_Name):
+    """Whether predictions are those of the linearised network, of the network itself, or of a 'gp'."""
+
     GLM = "glm"
     NN = "nn"
     GP = "gp"
 
 
 class LinkApprox(_Name):
+    """How the mean of the inverse link is approximated; which of them there are depends on the likelihood."""
+
     PROBIT = "probit"
     MC = "mc"
     BRIDGE = "bridge"
@@ -64,17 +76,23 @@ class LinkApprox(_Name):
 
 
 class TuningMethod(_Name):
+    """How `Laplace.optimize_prior_precision` finds the prior precision."""
+
     MARGLIK = "marglik"
     GRIDSEARCH = "gridsearch"
 
 
 class PriorStructure(_Name):
+    """How many prior precisions there are."""
+
     SCALAR = "scalar"
     LAYERWISE = "layerwise"
     DIAG = "diag"
 
 
 class FeatureReduction(_Name):
+    """What a network makes of a sequence behind its last layer."""
+
     PICK_FIRST = "pick_first"
     PICK_LAST = "pick_last"
     AVERAGE = "average"

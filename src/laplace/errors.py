@@ -8,6 +8,22 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+__all__ = [
+    "BoundaryWarning",
+    "CheckpointError",
+    "FormChangedError",
+    "InputError",
+    "LaplaceError",
+    "LaplaceWarning",
+    "MemoryBudgetError",
+    "ModelError",
+    "NotFittedError",
+    "NumericalError",
+    "OptionError",
+    "StaleWarning",
+    "UnsupportedError",
+]
+
 _SLOW = "There is a performance drop"
 
 

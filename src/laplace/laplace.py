@@ -53,9 +53,9 @@ from laplace.predictive.calls import Predictable
 from laplace.prior import Prior, own, positive
 from laplace.reading import Readable
 from laplace.replica import replicate, require_shapes
-from laplace.structures import Kron
+from laplace.structures.kron import Kron
 from laplace.summary import summary
-from laplace.tuning import Tunable
+from laplace.tuning.calls import Tunable
 from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed
 
 if TYPE_CHECKING:
@@ -65,22 +65,62 @@ if TYPE_CHECKING:
 class Laplace(Predictable, Tunable, Readable, OverTime):
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
-    model              the trained network; it is never changed
-    likelihood         'classification', 'regression', 'binary', 'multilabel', 'poisson', 'heteroscedastic',
-                       'given_noise', 'reward_modeling', or a likelihood object, as of `laplace.likelihoods`
-    subset_of_weights  'last_layer', 'all' (parameters with requires_grad), 'subnetwork' (with `subnetwork_indices`),
-                       globs over names of parameters and modules, or a predicate (name, parameter) -> bool
-    hessian_structure  'full'; 'lowrank' (the largest eigenpairs of all weights together); a block per tensor: 'block',
-                       'inf', 'ekfac', 'kron'; 'diag'; or 'gp', a posterior over functions from `n_subset` of the points
-    curvature          'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'
-    rank               for 'inf': eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep;
-                       for 'lowrank': eigenpairs of all weights together (20), or `tol`: those above tol x the largest
-    class_dim          which dimension of the outputs has the classes: -1 of (N, C) and (N, T, C), 1 of (N, C, H, W);
-                       None for one number at each position, (N, T)
+    Nothing is computed before `fit`. Options that do not exist, or do not go together, are refused here.
 
-    Of 'gp': n_subset points, drawn by `seed` (None: all, up to 256), functional_approximation 'sod' (the subset alone,
-    with `independent_outputs` each output by itself) or 'nystrom' (all data in `rank` directions, 100 unless said).
-    prior              what earlier tasks left, `earlier.as_prior()`, instead of prior_precision and prior_mean
+    Args:
+        model: the trained network; it is never changed.
+        likelihood: what the outputs mean: 'classification', 'regression', 'binary', 'multilabel', 'poisson',
+            'heteroscedastic', 'given_noise', 'reward_modeling', or an object, as of `laplace.likelihoods`.
+        subset_of_weights: which weights are uncertain: 'last_layer', 'all' (parameters with requires_grad),
+            'subnetwork' (with `subnetwork_indices`), globs over names of parameters and modules, or a predicate
+            (name, parameter) -> bool.
+        hessian_structure: what is kept of the curvature: 'full'; 'lowrank' (the largest eigenpairs of all weights
+            together); a block per tensor: 'block', 'inf', 'ekfac', 'kron'; 'diag'; or 'gp', a posterior over functions
+            from `n_subset` of the points.
+        curvature: 'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'. If left
+            out, 'ggn', and 'sketch' where outputs at many positions make that too costly (with a warning).
+        curvature_samples: of 'sketch' and 'mc', vectors per example.
+        sigma_noise: standard deviation of the observation noise of a regression: one number, or one per output.
+        prior_precision: one number, one per parameter tensor, or one per weight.
+        prior_mean: one number, or one per weight.
+        prior: what earlier tasks left, `earlier.as_prior()`, instead of prior_precision and prior_mean.
+        temperature: T of p(D given theta)^(1/T).
+        enable_backprop: whether gradients flow from predictions to the inputs.
+        dict_key_x: of batches that are mappings, the key of the main input.
+        dict_key_y: of batches that are mappings, the key of the labels.
+        last_layer_name: of 'last_layer', which module it is; found by running the network if left out.
+        feature_reduction: of 'last_layer', where the network reduces a sequence behind it: 'pick_first', 'pick_last',
+            'average'; found out if left out, with a warning.
+        subnetwork_indices: of 'subnetwork', indices into the flat vector of all trainable weights.
+        damping: of 'kron': True splits the prior over the two factors as in the paper, 'balanced' splits it well.
+        weight_sharing: of 'kron', for weights used at many positions: 'expand' or 'reduce'.
+        rank: of 'inf', eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep; of
+            'lowrank', eigenpairs of all weights together (20); of 'gp' with 'nystrom', directions (100).
+        tol: of 'lowrank', instead of `rank`: the eigenpairs above tol times the largest.
+        n_subset: of 'gp', how many points are kept (None: all, up to 256).
+        seed: of 'gp', what the points are drawn by.
+        independent_outputs: of 'gp' with 'sod', each output by itself.
+        functional_approximation: of 'gp', 'sod' (the subset alone) or 'nystrom' (all data in `rank` directions).
+        memory_budget: bytes that may be taken; what is free, if left out.
+        class_dim: which dimension of the outputs has the classes: -1 of (N, C) and (N, T, C), 1 of (N, C, H, W); None
+            for one number at each position, (N, T).
+        backend: a backend class of laplace-torch, understood as the curvature that it stands for.
+        backend_kwargs: of `backend`; `stochastic=True` stands for curvature 'mc'.
+        **others: refused, by name.
+
+    Attributes:
+        model: the network, as given.
+        likelihood: the likelihood, as an object.
+        subset_of_weights: as given.
+        structure: the structure, as an object.
+        curvature: the kind of curvature, by name.
+        curvature_samples: as given.
+        class_dim: as given.
+        enable_backprop: as given; may be set.
+
+    Raises:
+        OptionError: an option that does not exist, or a value outside its range.
+        UnsupportedError: options that do not go together; the message says what does.
     """
 
     def __init__(
@@ -215,12 +255,29 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 100,
     ) -> Laplace:
-        """Run the network once over the data and keep the sums of its curvature; `override=False` adds to them.
+        """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
 
-        Batches are pairs `(x, y)`, or `(x, y, weights)` with one weight per example, or mappings. `generator` is what
-        curvature 'mc' and 'sketch' draw from. Where a batch is refused, the error names it and the posterior stays as
-        it was. To the file `checkpoint` the sums so far are written `every` so many batches; after an interruption the
-        same call goes on from there, and removes it.
+        Where a batch is refused, the error names it, and the posterior stays as it was.
+
+        Args:
+            train_loader: batches, read once or as often as the structure needs: pairs `(x, y)`, or `(x, y, weights)`
+                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator.
+            override: False adds the data to what was seen before.
+            progress_bar: whether one is shown.
+            generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
+            checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
+                there, and removes it.
+            every: how many batches apart that is.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            InputError: a batch that does not fit, or a loader without an example.
+            ModelError: a network that cannot be treated as asked.
+            MemoryBudgetError: sums that would not fit into memory.
+            UnsupportedError: `override=False` of a structure whose sums do not add.
+            CheckpointError: a file `checkpoint` of another fit.
         """
         self._require_rereading(train_loader, override)
         stream = self._training(train_loader, progress_bar)
@@ -274,7 +331,20 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
     ) -> Tensor:
-        """The log evidence, differentiable in both arguments; values that are given are kept, as if set."""
+        """The log evidence, differentiable in both arguments; values that are given are kept, as if set.
+
+        Args:
+            prior_precision: one number, one per parameter tensor, or one per weight; the current one if left out.
+            sigma_noise: of a regression; the current one if left out.
+
+        Returns:
+            A scalar, float64. Larger is better.
+
+        Raises:
+            NotFittedError: before `fit`.
+            OptionError: a value that is not positive, or of another length.
+            NumericalError: a posterior precision that is not positive definite.
+        """
         sigma = self._sigma if sigma_noise is None else self._checked_sigma(sigma_noise)
         if prior_precision is not None:
             self.prior_precision = prior_precision
@@ -282,6 +352,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         return self.posterior.log_evidence
 
     marglik = log_marginal_likelihood
+    """The paper's name of `log_marginal_likelihood`."""
 
     # ---- state -------------------------------------------------------------------------------------------------
 
@@ -311,11 +382,22 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         return self._fitted is not None
 
     def coverage(self) -> Coverage:
-        """A table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes."""
+        """A table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes.
+
+        Raises:
+            NotFittedError: before `fit`.
+        """
         return coverage_of(self.posterior.fit, self._plan)
 
     def to(self, device: torch.device | str) -> Laplace:
-        """Move the posterior; the network is yours to move."""
+        """Move the posterior; the network is yours to move.
+
+        Args:
+            device: as `torch.Tensor.to` takes it.
+
+        Returns:
+            The object itself.
+        """
         if self._fitted is not None:
             self._fitted = self._fitted.to(device)
         self._prior, self._sigma = self._prior.to(device), self._sigma.to(device)
@@ -324,19 +406,37 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     def state_dict(self, with_data: bool = False) -> dict[str, Any]:
         """Everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
 
-        A 'gp' is made of some points of the data: it has a state only `with_data`.
+        Args:
+            with_data: needed for a 'gp', which is made of some points of the data.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: a 'gp' without `with_data`.
         """
         return checkpoint.state_dict(self, with_data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, on the same network with the same options."""
+        """Take over what `state_dict` gave, on the same network with the same options.
+
+        Args:
+            state: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
+
+        Raises:
+            InputError: a state of other options, or of other parameters.
+        """
         checkpoint.load_state_dict(self, state)
 
     def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
         """Write a fitted posterior to a file of safetensors: no code, and no training data.
 
-        Of a 'gp', which is made of some points of the data, the file holds the inputs only `with_data`; without, it has
-        their numbers and a digest, and `load` needs the data.
+        Args:
+            path: the file; one of that name is replaced once the new one is whole.
+            with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
+                file has their numbers and a digest, and `load` needs the data.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: a network whose weights have changed since.
         """
         checkpoints.save(self, path, with_data)
 
@@ -352,9 +452,15 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
     ) -> Self:
         """The posterior that `save` wrote, on the same network with the same weights; all options are in the file.
 
-        likelihood  one of your own, if it was fitted with one
-        names       {old: new} where parameters or modules have other names now
-        data        for a 'gp' that was saved without its data: the batches, in the order in which it was fitted
+        Args:
+            path: the file.
+            model: the network, with the weights at which the posterior was fitted.
+            likelihood: one of your own, if it was fitted with one.
+            names: {old: new} where parameters or modules have other names now.
+            data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+
+        Raises:
+            CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
         """
         return checkpoints.load(cls, path, model, likelihood, names, data)
 

@@ -68,18 +68,50 @@ def marglik_training(
 ) -> tuple[Laplace, nn.Module, list[float], list[float]]:
     """Train `model` in place, and tune prior precision and noise by the evidence on the way.
 
-    Returns the posterior at the trained weights, the network, the log evidences (one each time that it was looked at,
-    larger is better) and the epochs' losses (the negative log joint per example). `scheduler_cls` takes a step after
-    each batch. Every `marglik_frequency` epochs after the first `n_epochs_burnin`, Newton's method finds the best prior
-    precision and noise (unless `fix_sigma_noise`) in at most `n_hypersteps` steps; they move there, but in the
-    logarithm by no more than `lr_hyp * n_hypersteps`, as far as so many steps of Adam would.
+    Every `marglik_frequency` epochs after the first `n_epochs_burnin`, Newton's method finds the best prior precision
+    and noise in at most `n_hypersteps` steps; they move there, but in the logarithm by no more than
+    `lr_hyp * n_hypersteps`, as far as so many steps of Adam would.
 
-    subset_of_weights  which weights have a prior and a posterior; all that require grad are trained
-    prior              what earlier tasks left; training starts from its precision, and `prior_prec_init` is left out
-    keep_best          end with the weights of the highest evidence instead of the last ones
-    checkpoint         a file that is written after each epoch; where it exists, the same call goes on from it
-    generator          what curvature 'mc' and 'sketch' draw from
-    options            of `Laplace`
+    Args:
+        model: the network; all weights that require grad are trained.
+        train_loader: batches, as `Laplace.fit` takes them; read once an epoch, and once each time for the evidence.
+        likelihood: as of `Laplace`.
+        hessian_structure: as of `Laplace`.
+        backend: a backend class of laplace-torch, understood as the curvature that it stands for.
+        optimizer_cls: makes the optimizer of the weights.
+        optimizer_kwargs: its options; `weight_decay` is left out, with a warning: the prior is the decay.
+        scheduler_cls: makes a scheduler, which takes a step after each batch.
+        scheduler_kwargs: its options.
+        n_epochs: runs over the data.
+        lr_hyp: see above.
+        prior_structure: 'scalar', 'layerwise' or 'diag'.
+        n_epochs_burnin: see above.
+        n_hypersteps: see above.
+        marglik_frequency: see above.
+        prior_prec_init: the prior precision to start with.
+        sigma_noise_init: the noise of a regression to start with.
+        temperature: as of `Laplace`.
+        fix_sigma_noise: leave the noise where it starts.
+        progress_bar: whether one is shown.
+        enable_backprop: as of `Laplace`.
+        dict_key_x: as of `Laplace`.
+        dict_key_y: as of `Laplace`.
+        subset_of_weights: which weights have a prior and a posterior.
+        curvature: as of `Laplace`.
+        prior: what earlier tasks left; training starts from its precision, and `prior_prec_init` is left out.
+        keep_best: end with the weights of the highest evidence instead of the last ones.
+        checkpoint: a file that is written after each epoch; where it exists, the same call goes on from it.
+        generator: what curvature 'mc' and 'sketch' draw from.
+        **options: further ones of `Laplace`.
+
+    Returns:
+        The posterior at the trained weights, the network, the log evidences (one each time that it was looked at,
+            larger is better) and the epochs' losses (the negative log joint per example).
+
+    Raises:
+        OptionError: an option that does not exist, or a value outside its range.
+        InputError: data that does not fit, or that can be read once only.
+        CheckpointError: a file `checkpoint` of another training.
     """
     la = Laplace(
         model,

@@ -37,12 +37,24 @@ class OverTime(ABC):
         """This posterior as the prior of the next task: at these weights, with the curvature of all tasks so far.
 
         The prior precision stays apart from the curvature, and can be tuned on each task.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: a structure whose sums do not add.
         """
         return CurvedPrior.after(self.posterior)
 
     @plainly
     def __add__(self, other: Any) -> Self:
-        """The posterior of the data of both, with the prior, noise and temperature of the left one."""
+        """The posterior of the data of both, with the prior, noise and temperature of the left one.
+
+        Args:
+            other: a posterior of the same network and options, fitted on other data.
+
+        Raises:
+            InputError: posteriors that differ in more than their data; it says in what.
+            UnsupportedError: a structure whose sums do not add.
+        """
         if not isinstance(other, OverTime):
             return NotImplemented
         _require_the_same(self, other, "+")  # type: ignore[arg-type]
@@ -50,7 +62,16 @@ class OverTime(ABC):
 
     @plainly
     def __sub__(self, other: Any) -> Self:
-        """The posterior without the data of the right one; refused where its precision would not be positive."""
+        """The posterior without the data of the right one.
+
+        Args:
+            other: a posterior of some of the data.
+
+        Raises:
+            InputError: posteriors that differ in more than their data, or more data than there is.
+            UnsupportedError: a structure whose sums do not add.
+            NumericalError: a precision that would not be positive definite.
+        """
         if not isinstance(other, OverTime):
             return NotImplemented
         _require_the_same(self, other, "-")  # type: ignore[arg-type]

@@ -66,11 +66,18 @@ class Fit:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The Gaussian and the terms of its evidence, all differentiable in prior precision and sigma."""
+    """The Gaussian and the terms of its evidence, all differentiable in prior precision and sigma.
+
+    Attributes:
+        fit: what fitting left: mean, sums, sizes.
+        prior: mean and precision.
+        sigma: the level of the noise, ().
+        temperature: of the likelihood.
+    """
 
     fit: Fit
     prior: Prior
-    sigma: Tensor  # ()
+    sigma: Tensor
     temperature: float
 
     @cached_property

@@ -38,13 +38,21 @@ _KINDS = STRUCTURES | {made.name: made for made in FUNCTIONAL.values()}
 
 @dataclass(frozen=True)
 class Option:
-    """One structure on a network."""
+    """One structure on a network.
+
+    Attributes:
+        structure: its name.
+        bytes: memory at the peak of a fit; `la.coverage().bytes` is what stays.
+        epochs: cost of a fit, decompositions included, in epochs of training on the same data.
+        fits: whether the memory is there.
+        reason: why there is none of this structure, or nothing.
+    """
 
     structure: str
-    bytes: int  # at the peak of a fit; `la.coverage().bytes` is what stays
-    epochs: float  # of a fit, decompositions included, in epochs of training on the same data
+    bytes: int
+    epochs: float
     fits: bool
-    reason: str = ""  # why there is none
+    reason: str = ""
 
     def cells(self) -> tuple[str, ...]:
         """As a row of the table."""
@@ -55,7 +63,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Preview:
-    """All structures on a network; `print` it for the table."""
+    """All structures on a network; `print` it for the table, `preview["kron"]` is one of them.
+
+    Attributes:
+        title: the network in a line.
+        options: an `Option` for each structure.
+    """
 
     title: str
     options: tuple[Option, ...]
@@ -93,8 +106,22 @@ def plan(
 ) -> Preview:
     """Print each structure with its peak memory, its estimated cost for `n_data` examples, and whether it fits.
 
-    `batch` is one of the training loader, or the loader itself; all other options are those of `Laplace`. Returns the
-    table.
+    Args:
+        model: the network; two examples are run through it.
+        batch: one of the training loader, or the loader itself.
+        likelihood: as of `Laplace`.
+        subset_of_weights: as of `Laplace`.
+        curvature: as of `Laplace`.
+        n_data: examples that a fit would see.
+        **options: further ones of `Laplace`, those of structures included.
+
+    Returns:
+        The table.
+
+    Raises:
+        OptionError: an option that does not exist, or a value outside its range.
+        InputError: a batch that does not fit.
+        ModelError: a network that cannot be treated as asked.
     """
     number = whole_number(n_data, "n_data")
     own = {key: options.pop(key) for key in list(options) if any(key in made.options for made in _KINDS.values())}

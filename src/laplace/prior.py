@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prior:
-    """Mean and precision, as the user gave them."""
+    """Mean and precision, as the user gave them.
 
-    precision: Tensor  # () or (1,), (B,), (P,)
-    mean: Tensor  # () or (P,)
+    Attributes:
+        precision: one for all weights, () or (1,); one per tensor, (B,); or one per weight, (P,).
+        mean: one for all weights, (); or one per weight, (P,).
+    """
+
+    precision: Tensor
+    mean: Tensor
 
     @classmethod
     def of(cls, precision: Tensor | float, mean: Tensor | float) -> Prior:

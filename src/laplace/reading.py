@@ -20,10 +20,15 @@ from laplace.weights.layout import Layout
 
 
 class BlockMatrix:
-    """A block-diagonal matrix that is written out on request."""
+    """A block-diagonal matrix that is written out on request.
+
+    Attributes:
+        to_matrix: makes the matrix, (P, P), or raises a MemoryBudgetError.
+        logdet: its log-determinant, ().
+    """
 
     def __init__(self, to_matrix: Callable[[], Tensor], logdet: Callable[[], Tensor], layout: Layout) -> None:
-        self.to_matrix, self.logdet, self._layout = to_matrix, logdet, layout  # (P, P), ()
+        self.to_matrix, self.logdet, self._layout = to_matrix, logdet, layout
 
     def __repr__(self) -> str:
         return f"BlockMatrix({len(self._layout.names)} blocks, {self._layout.n_params} weights)"
@@ -161,24 +166,59 @@ class Readable(ABC):
         )
 
     def square_norm(self, value: Tensor) -> Tensor:  # (P,) or (S, P)
-        """(value - mean)^T posterior precision (value - mean)."""
+        """(value - mean)^T posterior precision (value - mean).
+
+        Args:
+            value: weights, (P,) or (S, P).
+
+        Raises:
+            InputError: another number of weights.
+        """
         self._check_weights(value)
         return self.posterior.gaussian.quadratic(value.to(self.mean) - self.mean)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Log-density of the posterior at weights `value`, (P,) or (S, P)."""
+        """Log-density of the posterior at some weights.
+
+        Args:
+            value: weights, (P,) or (S, P).
+            normalized: whether its constant is added.
+
+        Raises:
+            InputError: another number of weights.
+        """
         out = -0.5 * self.square_norm(value)
         if normalized:
             out = out + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
         return out
 
     def functional_variance(self, Js: Tensor) -> Tensor:
-        """J Sigma J^T of each example, for Jacobians that you bring."""
+        """J Sigma J^T of each example, for Jacobians that you bring.
+
+        Args:
+            Js: (N, C, P).
+
+        Returns:
+            (N, C, C).
+
+        Raises:
+            InputError: another number of weights.
+        """
         self._check_weights(Js, "the Jacobian's last dimension")
         return self.posterior.gaussian.dense_variance(Js.to(self.mean))
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
-        """J Sigma J^T over all examples together, for Jacobians that you bring."""
+        """J Sigma J^T over all examples together, for Jacobians that you bring.
+
+        Args:
+            Js: (N, C, P).
+
+        Returns:
+            (N C, N C).
+
+        Raises:
+            InputError: another number of weights.
+        """
         self._check_weights(Js, "the Jacobian's last dimension")
         return self.posterior.gaussian.dense_variance(Js.to(self.mean).flatten(0, -2))
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from laplace.checkpoints.files import replacing
-from laplace.errors import InputError, OptionError
+from laplace.errors import CheckpointError
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -29,10 +29,10 @@ def load(path: str | os.PathLike[str], settings: Mapping[str, Any], device: torc
         state = torch.load(path, map_location=device, weights_only=True)
         then = state["settings"]
     except Exception as error:
-        raise InputError(f"checkpoint={str(path)!r} is no state of marglik_training: {error}") from error
+        raise CheckpointError(f"checkpoint={str(path)!r} is no state of marglik_training: {error}") from error
     differ = [f"{key} ({then.get(key)!r} there, {now!r} here)" for key, now in settings.items() if then.get(key) != now]
     if differ:
-        raise OptionError(
+        raise CheckpointError(
             f"checkpoint={str(path)!r} is of another training: {'; '.join(differ)}. Use its settings, or another file."
         )
     return state

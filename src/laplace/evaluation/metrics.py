@@ -21,7 +21,15 @@ def accuracy(
     probs: Tensor,  # (N, C)
     y: Tensor,  # (N,)
 ) -> float:
-    """Share of examples whose most probable class is the true one: mean_n [argmax_c p[n, c] = y[n]]."""
+    """Share of examples whose most probable class is the true one: mean_n [argmax_c p[n, c] = y[n]].
+
+    Args:
+        probs: probabilities, (N, C).
+        y: class indices, (N,).
+
+    Raises:
+        InputError: probabilities or labels that are none, or of other shapes.
+    """
     probs, y = _classified(probs, y)
     return (probs.argmax(-1) == y).double().mean().item()
 
@@ -33,6 +41,13 @@ def nll(
     """Negative log-likelihood per example, in nats: -mean_n log p[n, y[n]].
 
     Infinite when a true class was given probability zero: that is the score of having ruled out what happened.
+
+    Args:
+        probs: probabilities, (N, C).
+        y: class indices, (N,).
+
+    Raises:
+        InputError: probabilities or labels that are none, or of other shapes.
     """
     probs, y = _classified(probs, y)
     return -_of_true_class(probs, y).log().mean().item()
@@ -42,7 +57,15 @@ def brier(
     probs: Tensor,  # (N, C)
     y: Tensor,  # (N,)
 ) -> float:
-    """Brier score, between 0 and 2: mean_n sum_c (p[n, c] - [c = y[n]])^2."""
+    """Brier score, between 0 and 2: mean_n sum_c (p[n, c] - [c = y[n]])^2.
+
+    Args:
+        probs: probabilities, (N, C).
+        y: class indices, (N,).
+
+    Raises:
+        InputError: probabilities or labels that are none, or of other shapes.
+    """
     probs, y = _classified(probs, y)
     return (probs.square().sum(-1) - 2 * _of_true_class(probs, y) + 1).mean().item()
 
@@ -50,7 +73,14 @@ def brier(
 def confidence(
     probs: Tensor,  # (N, C)
 ) -> float:
-    """Mean probability of the most probable class: mean_n max_c p[n, c]. It needs no labels."""
+    """Mean probability of the most probable class: mean_n max_c p[n, c]. It needs no labels.
+
+    Args:
+        probs: probabilities, (N, C).
+
+    Raises:
+        InputError: probabilities or labels that are none, or of other shapes.
+    """
     return _probabilities(probs).amax(-1).mean().item()
 
 
@@ -59,7 +89,16 @@ def ece(
     y: Tensor,  # (N,)
     n_bins: int = DEFAULT_BINS,
 ) -> float:
-    """Expected calibration error over equal-width bins of the top probability; see `Reliability.ece`."""
+    """Expected calibration error over equal-width bins of the top probability; see `Reliability.ece`.
+
+    Args:
+        probs: probabilities, (N, C).
+        y: class indices, (N,).
+        n_bins: how many bins.
+
+    Raises:
+        InputError: probabilities or labels that are none, or of other shapes.
+    """
     return reliability(probs, y, n_bins).ece
 
 
@@ -69,12 +108,18 @@ class Reliability:
 
     Bin b holds the examples whose top probability lies in (edges[b], edges[b + 1]]. An empty bin has the mean
     confidence and the accuracy `nan`, and counts for nothing.
+
+    Attributes:
+        edges: of the bins, (B + 1,).
+        confidence: mean top probability in each bin, (B,).
+        accuracy: share of right predictions in each bin, (B,).
+        count: examples in each bin, (B,).
     """
 
-    edges: Tensor  # (B + 1,)
-    confidence: Tensor  # (B,) mean top probability
-    accuracy: Tensor  # (B,)
-    count: Tensor  # (B,) examples
+    edges: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+    count: Tensor
 
     @property
     def ece(self) -> float:
@@ -97,7 +142,16 @@ def reliability(
     y: Tensor,  # (N,)
     n_bins: int = DEFAULT_BINS,
 ) -> Reliability:
-    """The examples in `n_bins` equal-width bins of their top probability."""
+    """The examples in `n_bins` equal-width bins of their top probability.
+
+    Args:
+        probs: probabilities, (N, C).
+        y: class indices, (N,).
+        n_bins: how many bins.
+
+    Raises:
+        InputError: probabilities or labels that are none, or of other shapes.
+    """
     if n_bins < 1:
         raise InputError(f"n_bins must be at least 1, got {n_bins}.")
     probs, y = _classified(probs, y)
@@ -123,6 +177,13 @@ def auroc(
     It is the chance that a random example from inside outscores a random one from outside, ties counting half:
     mean_{n,m} [in[n] > out[m]] + 1/2 [in[n] = out[m]]. One half is guessing. The usual score is the top probability,
     `probs.amax(-1)`; of a score that is high outside, such as an entropy or a variance, pass the negative.
+
+    Args:
+        scores_in: of examples from inside, (N,).
+        scores_out: of examples from outside, (M,).
+
+    Raises:
+        InputError: scores that are empty, not a vector, or NaN.
     """
     scores_in = _scores(scores_in, "scores_in")
     scores_out = _scores(scores_out, "scores_out").sort().values
@@ -135,7 +196,15 @@ def rmse(
     mean: Tensor,  # (N,) or (N, C)
     y: Tensor,  # like mean
 ) -> float:
-    """Root mean squared error over all examples and outputs: sqrt(mean (mean - y)^2)."""
+    """Root mean squared error over all examples and outputs: sqrt(mean (mean - y)^2).
+
+    Args:
+        mean: predictions, (N,) or (N, C).
+        y: targets of the same shape.
+
+    Raises:
+        InputError: shapes that differ.
+    """
     _same_shape(mean=mean, y=y)
     return (mean.double() - y.double()).square().mean().sqrt().item()
 
@@ -150,6 +219,14 @@ def gaussian_nll(
     With a variance v per output, 1/2 mean_n sum_c [(y - mean)^2 / v + log v + log 2 pi]; with a covariance S,
     1/2 mean_n [(y - mean)^T S^-1 (y - mean) + log det S + C log 2 pi], at the price of N Cholesky factors.
     The variance is that of y: add the noise to the variance of the network's output before scoring.
+
+    Args:
+        mean: predictions, (N,) or (N, C).
+        variance: of the same shape, or (N, C, C), a covariance.
+        y: targets of the same shape as the mean.
+
+    Raises:
+        InputError: shapes that do not fit, variances that are not positive.
     """
     _same_shape(mean=mean, y=y)
     covariance = mean.dim() == 2 and variance.shape == (*mean.shape, mean.shape[-1])
@@ -173,6 +250,14 @@ def coverage(
     """Share of targets inside their interval, ends included: mean [lower <= y <= upper].
 
     An honest 95 % interval covers close to 0.95 of new data.
+
+    Args:
+        lower: lower ends, (N,) or (N, C).
+        upper: upper ends.
+        y: targets.
+
+    Raises:
+        InputError: shapes that differ, or a lower end above its upper one.
     """
     _same_shape(lower=lower, upper=upper, y=y)
     if (lower > upper).any():

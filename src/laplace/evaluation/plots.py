@@ -32,6 +32,17 @@ def reliability_diagram(models: Mapping[str, Reliability], title: str | None = N
     the accuracy, wide where the bin holds few. The shaded gap to the diagonal, weighted by those shares, is the ECE.
 
         reliability_diagram({"MAP": reliability(p_map, y), "Laplace": reliability(p_la, y)}).savefig("reliability.png")
+
+    Args:
+        models: from a name to what `reliability(probs, y)` returned.
+        title: above all panels.
+
+    Returns:
+        A figure of matplotlib's.
+
+    Raises:
+        InputError: no model.
+        ImportError: matplotlib is not there.
     """
     if not models:
         raise InputError("no model to draw: pass a mapping from a name to what reliability(probs, y) returns.")
@@ -74,6 +85,22 @@ def regression_band(
 
     The inner band is what the network does not know and more data would teach it; the outer band adds the noise,
     which no amount of data removes: total variance = epistemic variance + noise variance.
+
+    Args:
+        x: inputs, (N,).
+        mean: predictions, (N,).
+        epistemic: standard deviations of the network's output, (N,).
+        noise: standard deviation of the observations around it, a number or (N,).
+        data: inputs and targets that were seen, (M,) each.
+        truth: the function that the data came from, where it is known, (N,).
+        title: above the figure.
+
+    Returns:
+        A figure of matplotlib's.
+
+    Raises:
+        InputError: lengths that differ.
+        ImportError: matplotlib is not there.
     """
     grid_x = _vector(x, "x")
     order = np.argsort(grid_x)

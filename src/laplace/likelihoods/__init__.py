@@ -32,7 +32,14 @@ LIKELIHOODS: Final[dict[str, type[Likelihood]]] = {
 
 
 def likelihood_named(likelihood: Likelihood | str) -> Likelihood:
-    """The likelihood itself, or the one of that name."""
+    """The likelihood itself, or the one of that name.
+
+    Args:
+        likelihood: an object or a name.
+
+    Raises:
+        OptionError: a name that there is not.
+    """
     if isinstance(likelihood, Likelihood):
         return likelihood
     return LIKELIHOODS[choice(likelihood, LIKELIHOODS, "likelihood")]()

@@ -22,10 +22,15 @@ IGNORED: Final = -100  # the label that stands for none, as in torch's cross_ent
 
 @dataclass(frozen=True)
 class Targets:
-    """The labels of a batch, checked, and how much each example counts (None: 1)."""
+    """The labels of a batch, checked, and how much each example counts.
 
-    y: Tensor  # (N, ...)
-    weights: Tensor | None = None  # (N,)
+    Attributes:
+        y: labels, (N, ...).
+        weights: how much each counts, (N,); None: 1.
+    """
+
+    y: Tensor
+    weights: Tensor | None = None
 
     def part(self, part: slice) -> Targets:
         """Those of some examples."""
@@ -37,14 +42,23 @@ class Targets:
 
 
 class Likelihood(Response):
-    """p(y given f) for outputs f of shape (N, C), everything at unit noise unless a sigma is passed."""
+    """p(y given f) for outputs f of shape (N, C), everything at unit noise unless a sigma is passed.
+
+    Attributes:
+        name: what it is called in options and messages.
+        has_noise: whether there is a `sigma_noise`.
+        hessian_is_fisher: whether -d2 log p / df2 is Lambda whatever y is.
+        pairs: whether an example is a pair of inputs.
+        ignored: the label of a position that counts for nothing.
+        further: what a batch holds between labels and weights: elements, or keys.
+    """
 
     name: ClassVar[str]
     has_noise: ClassVar[bool] = False
-    hessian_is_fisher: ClassVar[bool] = True  # whether -d2 log p / df2 is Lambda whatever y is
-    pairs: ClassVar[bool] = False  # whether an example is a pair of inputs
-    ignored: int | None = None  # the label of a position that counts for nothing
-    further: ClassVar[tuple[str, ...]] = ()  # what a batch holds between labels and weights: elements, or keys
+    hessian_is_fisher: ClassVar[bool] = True
+    pairs: ClassVar[bool] = False
+    ignored: int | None = None
+    further: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

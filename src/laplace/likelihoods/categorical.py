@@ -27,9 +27,13 @@ from laplace.predictive.response import Outputs
 class Categorical(OneOfSeveral):
     """One of C >= 2 classes, from C logits; labels are class indices (N,).
 
-    label_smoothing  e in [0, 1)
-    class_weights    (C,), how much an example of each class counts
-    ignore_index     the label of examples that count for nothing, such as -100; of positions, -100 unless said
+    Args:
+        label_smoothing: e in [0, 1).
+        class_weights: how much an example of each class counts, (C,).
+        ignore_index: the label of examples that count for nothing, such as -100; of positions, -100 unless said.
+
+    Raises:
+        OptionError: a value outside its range.
     """
 
     name = "classification"

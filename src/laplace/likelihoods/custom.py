@@ -32,11 +32,21 @@ def from_log_prob(
     sample: Sampler | None = None,
     name: str | None = None,
 ) -> Custom:
-    """The likelihood with log p = fn(f, y): outputs (N, C) and labels (N, ...) in, one number per example (N,) out.
+    """The likelihood with log p = fn(f, y), twice differentiable in f.
 
-    With `inverse_link`, f (..., C) to what it stands for, `la(x)` is its mean over draws; without, mean and covariance
-    of the outputs. `sample(f, n_samples, generator)` draws labels, which curvature 'mc' alone needs. `name` is what
-    saved states are compared by: that of the function, if left out.
+    Args:
+        fn: outputs (N, C) and labels (N, ...) in, one number per example (N,) out.
+        inverse_link: f (..., C) to what it stands for; with it, `la(x)` is its mean over draws, without, mean and
+            covariance of the outputs.
+        sample: `sample(f, n_samples, generator)` draws labels, which curvature 'mc' alone needs.
+        name: what saved states are compared by: that of the function, if left out.
+
+    Returns:
+        A likelihood for `Laplace`.
+
+    Raises:
+        OptionError: what is no function.
+        InputError: in `fit`, a function that returns another shape, or NaN.
     """
     for what, given in {"fn": fn, "inverse_link": inverse_link, "sample": sample}.items():
         if not callable(given) and (given is not None or what == "fn"):

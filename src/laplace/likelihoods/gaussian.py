@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 
 
 class Gaussian(Likelihood):
-    """N(y; f, sigma^2 diag(r)^2). `per_output` is r, (C,); only sigma is tuned."""
+    """N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C). Only sigma is tuned.
+
+    Args:
+        per_output: r, (C,), the noise of the outputs relative to each other; 1 if left out.
+
+    Raises:
+        OptionError: values that are not positive.
+    """
 
     name = "regression"
     has_noise = True

@@ -23,8 +23,12 @@ from laplace.predictive.links import Link, MonteCarlo, Quadrature
 class Ordinal(OneOfSeveral):
     """One of K ordered classes; labels are class indices (N,), predictions probabilities (N, K).
 
-    `cut_points` are the K - 1 ascending points themselves (those that the network was trained with), or the number K:
-    then they are 1 apart and centred at 0, (-1, 0, 1) for K = 4.
+    Args:
+        cut_points: the K - 1 ascending points themselves (those that the network was trained with), or the number K:
+            then they are 1 apart and centred at 0, (-1, 0, 1) for K = 4.
+
+    Raises:
+        OptionError: points that do not ascend, or none.
     """
 
     name = "ordinal"

@@ -67,13 +67,33 @@ class Predictable(ABC):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The predictive at `x`, in laplace-torch's form.
 
-        Classes, labels and counts: probabilities or rates (N, C), through `link_approx`, one of `la.likelihood.links`
-        (for classes 'probit', 'mc', 'bridge', 'bridge_norm', 'delta'), the first of them if left out.
-        Regression and rewards: mean (N, C) and covariance of f (N, C, C), without observation noise; variances (N, C)
-        with `diagonal_output`; mean (N*C,) and covariance (N*C, N*C) over all inputs with `joint`; of some outputs
-        alone with `outputs`, a list of their indices. Outputs at positions come in the network's own shape, covariances
-        as (N, *positions, C, C). `pred_type='nn'` averages the network over `n_samples` draws of the weights instead of
-        linearising it.
+        Outputs at positions come in the network's own shape, covariances as (N, *positions, C, C).
+
+        Args:
+            x: a tensor, a mapping, or a tuple of inputs.
+            pred_type: 'glm' linearises the network at its weights; 'nn' averages the network itself over `n_samples`
+                draws of the weights.
+            joint: of a regression, one covariance over all inputs.
+            link_approx: one of `la.likelihood.links`, the first of them if left out (for classes 'probit', 'mc',
+                'bridge', 'bridge_norm', 'delta').
+            n_samples: draws, where there are any.
+            diagonal_output: variances instead of covariances between outputs.
+            generator: what is drawn from; torch's own if left out.
+            outputs: of a regression, the indices of those outputs that are wanted.
+            **model_kwargs: passed on to the network.
+
+        Returns:
+            Of classes, labels and counts: probabilities or rates (N, C). Of regression and rewards: mean (N, C) and
+                covariance of f (N, C, C), without observation noise; variances (N, C) with `diagonal_output`, or with
+                'nn'; mean (N C,) and covariance (N C, N C) with `joint`.
+
+        Raises:
+            NotFittedError: before `fit`.
+            OptionError: a link, a `pred_type` or `outputs` that there are not.
+            UnsupportedError: `joint` where it has no meaning, 'nn' of a posterior over functions.
+            InputError: inputs that the network gives other, or not finite, outputs for.
+            ModelError: inputs that the network fails on.
+            MemoryBudgetError: a joint covariance that would not fit into memory.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         response = self.likelihood.response
@@ -115,8 +135,26 @@ class Predictable(ABC):
     ) -> Prediction | PredictionAtPositions:
         """p(y given x, data) with observation noise, its summaries, and epistemic and aleatoric uncertainty apart.
 
-        `x` is a tensor, a mapping, a tuple of inputs, or a DataLoader (labels in it are not looked at). Covariances
-        between outputs are taken into account up to 32 outputs and with link 'mc', or as `diagonal_output` says.
+        Args:
+            x: a tensor, a mapping, a tuple of inputs, or a DataLoader (labels in it are not looked at).
+            pred_type: 'glm' linearises the network, 'nn' runs it with `n_samples` draws of the weights.
+            link_approx: one of `la.likelihood.links`, the first of them if left out.
+            n_samples: draws of the outputs, from which the epistemic part for classes comes whatever the link.
+            diagonal_output: whether covariances between outputs are left out; they are beyond 32 outputs, unless said,
+                and unless link 'mc' needs them.
+            generator: what is drawn from; torch's own if left out.
+            progress_bar: whether a DataLoader shows one.
+            **model_kwargs: passed on to the network.
+
+        Returns:
+            A `Prediction`; of a network with outputs at positions, or with one number per example, a
+                `PredictionAtPositions`.
+
+        Raises:
+            NotFittedError: before `fit`.
+            OptionError: a link or a `pred_type` that there is not.
+            InputError: inputs that the network gives other, or not finite, outputs for; a loader without a batch.
+            ModelError: inputs that the network fails on.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         response = self.likelihood.response
@@ -157,8 +195,22 @@ class Predictable(ABC):
     ) -> Tensor:  # (S, N, C)
         """Draws of the outputs before the link.
 
-        One draw of the weights serves all inputs, so that each draw is a smooth function of x; `diagonal_output` draws
-        every output on its own instead.
+        One draw of the weights serves all inputs, so that each draw is a smooth function of x.
+
+        Args:
+            x: a tensor, a mapping, or a tuple of inputs.
+            pred_type: 'glm' linearises the network, 'nn' runs it with the drawn weights.
+            n_samples: how many draws.
+            diagonal_output: with 'glm', draw every output on its own instead.
+            generator: what is drawn from; torch's own if left out.
+            **model_kwargs: passed on to the network.
+
+        Returns:
+            (n_samples, N, C), or the network's own shape behind the samples.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: 'nn' of a posterior over functions.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         draws = Draws(whole_number(n_samples, "n_samples"), generator_or_none(generator))
@@ -183,7 +235,23 @@ class Predictable(ABC):
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor:  # (S, N, C)
-        """Draws of the predictive's parameters: outputs f for regression, probabilities of classes, rates of counts."""
+        """Draws of the predictive's parameters: outputs f for regression, probabilities of classes, rates of counts.
+
+        Args:
+            x: a tensor, a mapping, or a tuple of inputs.
+            pred_type: 'glm' linearises the network, 'nn' runs it with the drawn weights.
+            n_samples: how many draws.
+            diagonal_output: with 'glm', draw every output on its own.
+            generator: what is drawn from; torch's own if left out.
+            **model_kwargs: passed on to the network.
+
+        Returns:
+            (n_samples, N, C), or the network's own shape behind the samples.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: 'nn' of a posterior over functions.
+        """
         f = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
         at = Positions.of(f[0], self.class_dim)
         return at.shaped(self.likelihood.response.inverse_link(at.rows(f, lead=1)), lead=1)
@@ -195,6 +263,20 @@ class Predictable(ABC):
         """The probability that each input of `a` beats its counterpart in `b`, after 'reward_modeling'.
 
         What the two rewards have in common, such as the uncertain offset of all rewards, cancels.
+
+        Args:
+            a: N inputs, as the network takes them.
+            b: as many.
+            link_approx: 'probit', 'mc' or 'quadrature'.
+            n_samples: of 'mc', draws; they are the same each time.
+            **model_kwargs: passed on to the network.
+
+        Returns:
+            (N,), or the shape of the network's positions.
+
+        Raises:
+            UnsupportedError: a posterior of another likelihood.
+            NotFittedError: before `fit`.
         """
         if not self.likelihood.pairs:
             raise UnsupportedError(
@@ -211,7 +293,20 @@ class Predictable(ABC):
     @plainly
     @torch.no_grad()
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (S, P)
-        """Draws of the uncertain weights."""
+        """Draws of the uncertain weights.
+
+        Args:
+            n_samples: how many, S.
+            generator: what is drawn from; torch's own if left out.
+
+        Returns:
+            (S, P), in the order of `la.mean`.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: of a posterior over functions, which has no weights.
+            MemoryBudgetError: more draws than fit into memory.
+        """
         whole_number(n_samples, "n_samples")
         mean = self.posterior.fit.mean
         self._budget.require(

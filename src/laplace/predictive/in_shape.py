@@ -68,9 +68,11 @@ class InShape:
 
 @dataclass(frozen=True)
 class PredictionAtPositions:
-    """p(y given x, data) in the shape of the network's outputs.
+    """p(y given x, data) in the shape of the network's outputs; everything as `Prediction` has it.
 
-    `rows` is the same for each position of each example by itself, (N * T, C); everything else as `Prediction` has it.
+    Attributes:
+        rows: the same for each position of each example by itself, (N * T, C).
+        positions: the shape of the outputs.
     """
 
     rows: Prediction
@@ -114,11 +116,25 @@ class PredictionAtPositions:
         return self.rows.is_regression
 
     def quantile(self, q: float | Tensor) -> Tensor:
-        """As `Prediction.quantile`."""
+        """As `Prediction.quantile`, in shape.
+
+        Args:
+            q: a number strictly between 0 and 1, or Q of them.
+
+        Raises:
+            OptionError: a q outside its range.
+        """
         return self._shaped(self.rows.quantile(q), torch.as_tensor(q).dim())
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """As `Prediction.interval`."""
+        """As `Prediction.interval`, in shape.
+
+        Args:
+            level: strictly between 0 and 1.
+
+        Raises:
+            OptionError: a level outside its range.
+        """
         low, high = self.rows.interval(level)
         return self._shaped(low), self._shaped(high)
 

@@ -15,11 +15,17 @@ _CHUNK = 2**24  # elements drawn at a time
 
 @dataclass(frozen=True)
 class OutputGaussian:
-    """N(f, S) for each input: variances always, covariances where they were asked for."""
+    """N(f, S) for each input.
 
-    mean: Tensor  # (N, C)
-    variance: Tensor  # (N, C)
-    covariance: Tensor | None = None  # (N, C, C)
+    Attributes:
+        mean: (N, C).
+        variance: (N, C).
+        covariance: (N, C, C), where it was asked for.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    covariance: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.covariance is not None:  # rounding in float32 leaves it a little skewed
@@ -39,9 +45,13 @@ class OutputGaussian:
 
 @dataclass(frozen=True)
 class OutputSamples:
-    """Outputs of the network with sampled weights."""
+    """Outputs of the network with sampled weights.
 
-    samples: Tensor  # (S, N, C)
+    Attributes:
+        samples: (S, N, C).
+    """
+
+    samples: Tensor
 
     @property
     def mean(self) -> Tensor:

@@ -21,11 +21,14 @@ from laplace.predictive.outputs import OutputGaussian, OutputSamples
 class Prediction:
     """p(y given x, data).
 
-    distribution  a `torch.distributions` object with the observation noise included
-    mean          E[y] for regression and counts, (N, C); the probabilities of classes or labels, (N, C)
-    epistemic     what more data could take away: variance (N, C) of E[y given f], or, for classes, the mutual
-                  information (N,) of y and weights; of each label by itself (N, C) for binary labels
-    aleatoric     what it could not: the noise variance (N, C), or the rest of the entropy
+    Attributes:
+        distribution: a `torch.distributions` object with the observation noise included.
+        mean: E[y] for regression and counts, (N, C); the probabilities of classes or labels, (N, C).
+        epistemic: what more data could take away: variance (N, C) of E[y given f], or, for classes, the mutual
+            information (N,) of y and weights; of each label by itself (N, C) for binary labels.
+        aleatoric: what it could not: the noise variance (N, C), or the rest of the entropy.
+        outputs: the distribution of the outputs f, an `OutputGaussian` or `OutputSamples`.
+        inverse_link: from outputs f to what they stand for.
     """
 
     distribution: Distribution
@@ -46,10 +49,19 @@ class Prediction:
         return isinstance(self.distribution, (Normal, MultivariateNormal))
 
     def quantile(self, q: float | Tensor) -> Tensor:
-        """The q-quantile of y (regression), or of each probability or rate under the posterior (all others), (N, C).
+        """The q-quantile of y (regression), or of each probability or rate under the posterior (all others).
 
-        For several q, (Q, N, C). Probabilities and rates are those of 1,000 seeded draws: of the Dirichlet of a bridge,
-        else of the outputs, whose mean is that of link 'mc' (the other links approximate it).
+        Probabilities and rates are those of 1,000 seeded draws: of the Dirichlet of a bridge, else of the outputs,
+        whose mean is that of link 'mc' (the other links approximate it).
+
+        Args:
+            q: a number strictly between 0 and 1, or Q of them.
+
+        Returns:
+            (N, C), or (Q, N, C).
+
+        Raises:
+            OptionError: a q outside its range.
         """
         levels = torch.as_tensor(q, dtype=self.mean.dtype, device=self.mean.device)
         if levels.dim() > 1 or not ((levels > 0) & (levels < 1)).all():
@@ -67,7 +79,17 @@ class Prediction:
         return torch.cat([self.inverse_link(d).quantile(levels, 0) for d in draws], dim=-2)
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Lower and upper end of the central interval that holds `level` of the probability, (N, C) each."""
+        """The central interval that holds `level` of the probability.
+
+        Args:
+            level: strictly between 0 and 1.
+
+        Returns:
+            Its lower and its upper end, (N, C) each.
+
+        Raises:
+            OptionError: a level outside its range.
+        """
         if not 0 < level < 1:
             raise OptionError(f"level={level!r} must lie strictly between 0 and 1, as in interval(0.95).")
         tails = self.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]))

@@ -23,10 +23,14 @@ class Response(ABC):
 
     Where there are `links`, `la(x)` is the mean of `inverse_link(f)` through one of them, the first unless another is
     named; where there are none, it is mean and covariance of the outputs themselves.
+
+    Attributes:
+        links: what `link_approx` may be, by name.
+        joint: whether covariances between outputs enter the distribution of y.
     """
 
     links: Mapping[str, Link] = {}
-    joint: bool = False  # whether covariances between outputs enter the distribution of y
+    joint: bool = False
 
     def link_named(self, name: str | None) -> str:
         """The link of that name, or the usual one; any name will do where there are none."""

@@ -23,4 +23,4 @@ STRUCTURES: Final[dict[str, type[Structure]]] = {
     "lowrank": LowRank,
 }
 
-__all__ = ["STRUCTURES", "Curvature", "Gaussian", "Kron", "Pass", "Structure", "Sums"]
+__all__ = ["STRUCTURES", "Curvature", "Gaussian", "Pass", "Structure", "Sums"]

@@ -89,11 +89,13 @@ def require_pairs(budget: Budget, like: Tensor) -> None:  # (P,)
 
 
 class Curvature(ABC):
-    """H, factorised once."""
+    """H, factorised once.
 
-    commutes: bool = (
-        True  # whether the prior enters as s H + D exactly, so that `traces` are the evidence's derivatives
-    )
+    Attributes:
+        commutes: whether the prior enters as s H + D exactly, so that `traces` are the evidence's derivatives.
+    """
+
+    commutes: bool = True
 
     @abstractmethod
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
@@ -122,17 +124,29 @@ class Pass(ABC):
 
 
 class Structure(Pass):
-    """A way of keeping the curvature; itself the first run over the data."""
+    """A way of keeping the curvature; itself the first run over the data.
+
+    Attributes:
+        name: what `hessian_structure` calls it.
+        options: those of `Laplace`'s that are its own, by which it is made.
+        passes: runs over the data, at least; sums of more than one cannot be added to later.
+        functional: whether it is a posterior over functions, without weights to draw.
+        semidefinite: whether H has no negative eigenvalues but for rounding.
+        exact_hessian: whether there is a form for curvature='hessian'.
+        scattered: whether it can keep some weights of a tensor without the others.
+        prior_structures: which priors it can take.
+        budget: the memory that may be taken, the user's once there is one.
+    """
 
     name: str
-    options: tuple[str, ...] = ()  # those of its own, by which it is made
-    passes: int = 1  # runs over the data, at least; sums of more than one cannot be added to later
-    functional: bool = False  # whether it is a posterior over functions, without weights to draw
-    semidefinite: bool = True  # whether H has no negative eigenvalues but for rounding
-    exact_hessian: bool = True  # whether there is a form for curvature='hessian'
-    scattered: bool = True  # whether it can keep some weights of a tensor without the others
+    options: tuple[str, ...] = ()
+    passes: int = 1
+    functional: bool = False
+    semidefinite: bool = True
+    exact_hessian: bool = True
+    scattered: bool = True
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
-    budget: Budget = Budget()  # the user's, once there is one
+    budget: Budget = Budget()
 
     @property
     def described(self) -> str:

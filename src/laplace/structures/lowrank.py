@@ -184,15 +184,25 @@ class _Multiplied(Pass):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What hessian_structure='lowrank' found of the curvature at unit noise, and what it left."""
+    """What hessian_structure='lowrank' found of the curvature at unit noise, and what it left.
 
-    eigenvalues: Tensor  # (R,), those kept, from the largest down
-    residuals: Tensor  # (R,), |H u - l u| of each
-    cut: float  # the largest eigenvalue that was not kept, as estimated
-    trace: float | None  # of all of H; None for an exact Hessian, where it would take a product per weight
-    negative: int  # eigenvalues of an exact Hessian that were dropped for being negative, as far as seen
-    lowest: float  # the most negative of them
-    passes: int  # runs over the data
+    Attributes:
+        eigenvalues: those kept, (R,), from the largest down.
+        residuals: |H u - l u| of each, (R,).
+        cut: the largest eigenvalue that was not kept, as estimated.
+        trace: of all of H; None for an exact Hessian, where it would take a product per weight.
+        negative: how many eigenvalues of an exact Hessian were dropped for being negative, as far as seen.
+        lowest: the most negative of them.
+        passes: runs over the data.
+    """
+
+    eigenvalues: Tensor
+    residuals: Tensor
+    cut: float
+    trace: float | None
+    negative: int
+    lowest: float
+    passes: int
 
     @classmethod
     def of(cls, sums: Sums) -> Spectrum:

@@ -81,17 +81,42 @@ class Tunable(ABC):
     ) -> Tuned:
         """Set some of 'prior_precision' (the default), 'sigma_noise' and 'temperature', and return what was found.
 
-        method 'evidence'    damped Newton on the log evidence, at most `n_steps` steps: no data needed, no temperature
-        method 'validation'  the lowest score on `val_loader`: a grid of `grid_size` values within `bounds`, then finer
-                             around the best; several hyperparameters one after the other
-        method 'bayesian'    the same score by Bayesian optimisation with BoTorch, `evaluations` points one by one
+        Three methods. 'evidence': damped Newton on the log evidence; no data is needed, and there is no temperature.
+        'validation': the lowest score on `val_loader` over a grid within `bounds`, then finer around the best, several
+        hyperparameters one after the other. 'bayesian': the same score by Bayesian optimisation with BoTorch.
 
-        `prior_structure` is 'scalar', one precision for all weights; 'layerwise', one per tensor (if left out, for
-        'bayesian'); or 'diag', one per weight, by evidence only.
+        The score is the predictive negative log-likelihood or `loss`; with `ood_loader`, minus `ood_weight` times the
+        mean entropy of the predictive there.
 
-        The score is the predictive negative log-likelihood, or `loss`: a callable of (probabilities, y) or (mean,
-        variance, y), or a metric object. With `ood_loader`, inputs from outside the distribution, it is minus
-        `ood_weight` times the mean entropy of the predictive there.
+        Args:
+            *names: which to tune.
+            method: 'evidence', 'validation' or 'bayesian'.
+            prior_structure: 'scalar', one precision for all weights; 'layerwise', one per tensor (if left out, for
+                'bayesian'); or 'diag', one per weight, by evidence only.
+            val_loader: of validation, batches (x, y) that were not trained on.
+            loss: a callable of (probabilities, y) or (mean, variance, y), or a metric object.
+            ood_loader: inputs from outside the distribution.
+            ood_weight: how much these count, in (0, 1].
+            pred_type: of the predictions that are scored.
+            link_approx: of the predictions that are scored.
+            n_samples: of the predictions that are scored; drawn numbers are the same at every point.
+            bounds: (low, high) for each of the three, where other than the usual ones are wanted.
+            grid_size: of 'validation', values in the first grid.
+            evaluations: of 'bayesian', points looked at.
+            seed: of 'bayesian', what it draws from.
+            n_steps: of 'evidence', steps at most.
+            progress_bar: whether runs over the loaders show one.
+
+        Returns:
+            The best point, all points that were looked at, and the warnings.
+
+        Raises:
+            NotFittedError: before `fit`.
+            OptionError: a name, a method or bounds that there are not, or options of another method.
+            UnsupportedError: 'temperature' by evidence, a precision per weight by validation.
+            InputError: a loader that can be read once only, or whose batches do not fit.
+            NumericalError: scores or evidences that are not finite.
+            ImportError: 'bayesian' without BoTorch.
         """
         method, kinds = result.method_named(method), result.names_of(names)
         usual = "layerwise" if method == "bayesian" else "scalar"
@@ -136,10 +161,34 @@ class Tunable(ABC):
     ) -> None:
         """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
 
-        'marglik' needs no validation data. Newton's method finds its one optimum in a few of at most `n_steps` steps
-        from `init_prior_prec`; `lr` is accepted and not needed. `tune_sigma_noise` finds the noise of regression too.
-        'gridsearch' (or 'CV') scores a grid on `val_loader`, by the predictive negative log-likelihood or by `loss`: a
-        callable of (probabilities, y) or (mean, variance, y), or a metric object of torchmetrics. `la.tune` does more.
+        laplace-torch's call; `la.tune` does the same and more, and returns what it found.
+
+        Args:
+            pred_type: of the predictions that are scored.
+            method: 'marglik', which needs no validation data, or 'gridsearch' (or 'CV'), which scores a grid on
+                `val_loader`.
+            n_steps: of 'marglik', steps at most; Newton's method takes a few.
+            lr: accepted and not needed.
+            init_prior_prec: of 'marglik', where it starts.
+            prior_structure: 'scalar', 'layerwise' or 'diag'.
+            val_loader: of 'gridsearch', batches (x, y) that were not trained on.
+            loss: of 'gridsearch', a callable of (probabilities, y) or (mean, variance, y), or a metric object of
+                torchmetrics; the predictive negative log-likelihood if left out.
+            log_prior_prec_min: the grid's lower end, as a power of `log_prior_prec_base`.
+            log_prior_prec_max: the grid's upper end.
+            grid_size: how many values it has.
+            link_approx: of the predictions that are scored.
+            n_samples: of the predictions that are scored.
+            verbose: whether steps and result are printed.
+            progress_bar: whether runs over the loader show one.
+            log_prior_prec_base: the base of the two ends.
+            tune_sigma_noise: find the noise of a regression, too.
+
+        Raises:
+            NotFittedError: before `fit`.
+            OptionError: a method or a prior structure that there is not; 'gridsearch' without `val_loader`.
+            UnsupportedError: a precision per weight by validation.
+            NumericalError: scores or evidences that are not finite.
         """
         kinds = ["prior_precision"] + ["sigma_noise"] * bool(tune_sigma_noise)
         groups = choice(prior_structure, PRIOR_STRUCTURES, "prior_structure")

@@ -55,8 +55,30 @@ def with_uncertainty_units(
     """A new network with the same outputs, whose Laplace approximation is less certain on inputs like `ood_loader`'s.
 
     Fit `Laplace` on it as on any other. A chain of linear layers and activations gets `units` more in each hidden
-    layer, any other network as many beside the features of its last layer. They are trained for `steps` steps of Adam
-    on up to `max_inputs` inputs of each loader, at the given prior precision and noise. `model` is never changed.
+    layer, any other network as many beside the features of its last layer.
+
+    Args:
+        model: the trained network; it is never changed.
+        likelihood: as of `Laplace`.
+        train_loader: batches, as `Laplace.fit` takes them.
+        ood_loader: inputs from outside the distribution, as `Laplace.predict` takes them.
+        units: how many hidden units are added.
+        prior_precision: of the posterior whose variances they are trained for.
+        sigma_noise: likewise, of a regression.
+        steps: of Adam.
+        lr: of Adam.
+        max_inputs: how many of each loader are used, at most.
+        seed: what the new weights are drawn by.
+        dict_key_x: as of `Laplace`.
+        dict_key_y: as of `Laplace`.
+
+    Returns:
+        The wider network.
+
+    Raises:
+        InputError: a loader without an input.
+        UnsupportedError: preferences between pairs.
+        NumericalError: training of the new units that diverged.
     """
     kind = likelihood_named(likelihood)
     if kind.pairs:

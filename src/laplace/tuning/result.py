@@ -16,7 +16,14 @@ KINDS = ("prior_precision", "sigma_noise", "temperature")
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of the hyperparameters, and its score."""
+    """One setting of the hyperparameters, and its score.
+
+    Attributes:
+        prior_precision: (), one per tensor or one per weight.
+        sigma_noise: the noise of a regression.
+        temperature: of the likelihood.
+        score: the log evidence, or the validation score.
+    """
 
     prior_precision: Tensor
     sigma_noise: float
@@ -43,8 +50,13 @@ class Point:
 class Tuned:
     """The best point, all points in the order in which they were looked at, and what that took.
 
-    The score is the log evidence, the larger the better; or the validation score, the smaller the better. `steps` are
-    Newton's, or a search's rounds; `factorisations` counts the posteriors that were made; `notes` are the warnings.
+    Attributes:
+        method: 'evidence', 'validation' or 'bayesian'.
+        best: the `Point` that was taken: of the largest log evidence, or of the smallest validation score.
+        points: all that were looked at.
+        steps: Newton's, or a search's rounds.
+        factorisations: how many posteriors were made.
+        notes: the warnings.
     """
 
     method: str
@@ -77,7 +89,15 @@ class Tuned:
     def curve(self, name: str = "prior_precision", index: int = 0) -> tuple[Tensor, Tensor]:  # (n,), (n,)
         """The values looked at of one hyperparameter, in ascending order, and their scores: what one would plot.
 
-        `index` says which one of several prior precisions.
+        Args:
+            name: which hyperparameter.
+            index: which one of several prior precisions.
+
+        Returns:
+            Values (n,) and scores (n,).
+
+        Raises:
+            OptionError: a name or an index that there is not.
         """
         name = choice(name, KINDS, "name")
         rows = [torch.as_tensor(getattr(point, name), dtype=torch.float64).reshape(-1) for point in self.points]

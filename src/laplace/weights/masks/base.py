@@ -16,7 +16,14 @@ from laplace.weights.selection import trainable_of
 
 
 class SubnetMask(ABC):
-    """Chooses weights of a network, which it never changes."""
+    """Chooses weights of a network, which it never changes; one of your own says which in `chosen`.
+
+    Args:
+        model: the trained network.
+
+    Raises:
+        OptionError: what is no network.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -26,11 +33,26 @@ class SubnetMask(ABC):
 
     @abstractmethod
     def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
-        """The indices, in any order."""
+        """The indices, in any order.
+
+        Args:
+            train_loader: batches, for a selector that needs them.
+        """
 
     @plainly
     def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:  # (n,)
-        """Ascending indices into the flat vector of all trainable weights: what `subnetwork_indices` takes."""
+        """Choose, and remember what was chosen.
+
+        Args:
+            train_loader: batches, for a selector that needs them.
+
+        Returns:
+            Ascending indices into the flat vector of all trainable weights: what `subnetwork_indices` takes.
+
+        Raises:
+            OptionError: weights that all have requires_grad=False.
+            InputError: a selector that needs data, without.
+        """
         found = self.chosen(train_loader).cpu()
         if not len(found):
             raise OptionError(
@@ -41,7 +63,11 @@ class SubnetMask(ABC):
 
     @property
     def indices(self) -> Tensor:
-        """What was selected last."""
+        """What was selected last.
+
+        Raises:
+            NotFittedError: nothing was selected yet.
+        """
         if self._indices is None:
             raise NotFittedError(f"this {type(self).__name__} has selected nothing yet. Call select(train_loader).")
         return self._indices.clone()
@@ -52,7 +78,11 @@ class SubnetMask(ABC):
         return len(self.indices)
 
     def weights_of(self, names: Collection[str]) -> Tensor:
-        """The indices of all weights of some parameters."""
+        """The indices of all weights of some parameters.
+
+        Args:
+            names: of the parameters.
+        """
         trainable = trainable_of(self.model)
         marks = [torch.full((p.numel(),), name in names) for name, p in trainable]
         return torch.cat(marks).nonzero().flatten()

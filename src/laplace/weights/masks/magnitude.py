@@ -13,7 +13,12 @@ from laplace.weights.selection import trainable_of
 
 
 class LargestMagnitudeSubnetMask(ScoreMask):
-    """The weights of largest absolute value."""
+    """The weights of largest absolute value.
+
+    Args:
+        model: the trained network.
+        n_params_subnet: how many weights are chosen.
+    """
 
     def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
         return torch.cat([p.detach().abs().flatten() for _, p in trainable_of(self.model)])

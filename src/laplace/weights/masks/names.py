@@ -19,21 +19,21 @@ from laplace.weights.named import nearest_of, trainable_named
 class _NamesMask(SubnetMask):
     """All weights under some names, which are of one kind."""
 
-    kind: str
+    _kind: str
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__(model)
         if isinstance(names, str) or not names:
-            raise OptionError(f"{self.kind} names={names!r} came; a list with at least one name is needed.")
-        unknown = [name for name in names if name not in self.there]
+            raise OptionError(f"{self._kind} names={names!r} came; a list with at least one name is needed.")
+        unknown = [name for name in names if name not in self._there]
         if unknown:
-            near = nearest_of(sorted(self.there), str(unknown[0]))
-            raise OptionError(f"{unknown[0]!r} is no {self.kind} of the network. {near}")
+            near = nearest_of(sorted(self._there), str(unknown[0]))
+            raise OptionError(f"{unknown[0]!r} is no {self._kind} of the network. {near}")
         self.names = list(names)
 
     @property
     @abstractmethod
-    def there(self) -> set[str]:
+    def _there(self) -> set[str]:
         """The names that there are."""
 
     def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
@@ -41,33 +41,48 @@ class _NamesMask(SubnetMask):
 
 
 class ParamNameSubnetMask(_NamesMask):
-    """All weights of the named parameters."""
+    """All weights of the named parameters.
 
-    kind = "parameter"
+    Args:
+        model: the trained network.
+        parameter_names: as of `model.named_parameters()`.
+    """
+
+    _kind = "parameter"
 
     def __init__(self, model: nn.Module, parameter_names: Sequence[str]) -> None:
         super().__init__(model, parameter_names)
 
     @property
-    def there(self) -> set[str]:
+    def _there(self) -> set[str]:
         return {plain_name(name) for name, _ in unwrap(self.model).named_parameters(remove_duplicate=False)}
 
 
 class ModuleNameSubnetMask(_NamesMask):
-    """All trainable weights of the named modules."""
+    """All trainable weights of the named modules.
 
-    kind = "module"
+    Args:
+        model: the trained network.
+        module_names: as of `model.named_modules()`.
+    """
+
+    _kind = "module"
 
     def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
         super().__init__(model, module_names)
 
     @property
-    def there(self) -> set[str]:
+    def _there(self) -> set[str]:
         return {plain_name(name) for name, _ in unwrap(self.model).named_modules() if name}
 
 
 class LastLayerSubnetMask(SubnetMask):
-    """All trainable weights of the last linear layer, found by running one example of the training data."""
+    """All trainable weights of the last linear layer, found by running one example of the training data.
+
+    Args:
+        model: the trained network.
+        last_layer_name: which module it is, where it is not to be looked for.
+    """
 
     def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
         super().__init__(model)

@@ -14,7 +14,13 @@ from laplace.weights.selection import trainable_of
 
 
 class RandomSubnetMask(ScoreMask):
-    """Each weight as likely as any other; `generator` is all that it draws from."""
+    """Each weight as likely as any other.
+
+    Args:
+        model: the trained network.
+        n_params_subnet: how many weights are chosen.
+        generator: what is drawn from; torch's own if left out.
+    """
 
     def __init__(self, model: nn.Module, n_params_subnet: int, generator: torch.Generator | None = None) -> None:
         super().__init__(model, n_params_subnet)

@@ -28,6 +28,14 @@ class LargestVarianceSWAGSubnetMask(ScoreMask):
     """The weights of largest variance over `swag_n_snapshots` iterates, `swag_snapshot_freq` epochs apart.
 
     The network runs in eval mode: it draws no random numbers, and what order the data comes in is the loader's.
+
+    Args:
+        model: the trained network.
+        n_params_subnet: how many weights are chosen.
+        likelihood: as of `Laplace`.
+        swag_n_snapshots: how many iterates are looked at.
+        swag_snapshot_freq: how many epochs apart.
+        swag_lr: the learning rate of SGD.
     """
 
     def __init__(

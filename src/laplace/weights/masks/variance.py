@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 class LargestVarianceDiagLaplaceSubnetMask(ScoreMask):
     """The weights of largest marginal variance under `diag_laplace_model`, a posterior over all trainable weights.
 
-    It is fitted to `train_loader` where it has seen no data yet.
+    Args:
+        model: the trained network.
+        n_params_subnet: how many weights are chosen.
+        diag_laplace_model: `Laplace(model, likelihood, 'all', 'diag')`; it is fitted to the loader that `select` is
+            given where it has seen no data yet.
     """
 
     def __init__(self, model: nn.Module, n_params_subnet: int, diag_laplace_model: Laplace) -> None:
