@@ -1,0 +1,132 @@
+"""A classifier with convolutions and BatchNorm: first its last layer is made Bayesian, then all of its weights.
+
+Noisy 8x8 digits, of which 8 and 9 are kept away from the network: is it as sure as it should be, and does it notice
+what it has never seen?
+
+    python examples/resnet.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace import Laplace
+from laplace.evaluation import accuracy, auroc, confidence, ece, nll
+
+
+class Block(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.around = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(h)) + self.around(x))
+
+
+class ResNet(nn.Module):
+    """A stem, three blocks, and a linear layer on the mean over the image."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.blocks = nn.Sequential(
+            Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)
+        )
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def digits(noise: float = 0.5) -> tuple[TensorDataset, TensorDataset, Tensor]:
+    """Noisy images of 0 to 7 to train and to test on, and those of 8 and 9."""
+    data = load_digits()
+    x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    x, y = x + noise * torch.randn_like(x), torch.tensor(data.target)
+    order = torch.randperm(len(x))
+    x, y = x[order], y[order]
+    known = y < 8
+    x_known, y_known, half = x[known], y[known], int(known.sum()) // 2
+    return TensorDataset(x_known[:half], y_known[:half]), TensorDataset(x_known[half:], y_known[half:]), x[~known]
+
+
+def train(model: nn.Module, data: TensorDataset, epochs: int) -> None:
+    """Adam, in mini-batches."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        for x, y in DataLoader(data, batch_size=64, shuffle=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    model.eval()
+
+
+def scores(p: Tensor, y: Tensor, p_unseen: Tensor) -> dict[str, float]:
+    """Of the probabilities of the test images and of the images of unseen digits."""
+    return {
+        "accuracy": accuracy(p, y),
+        "confidence": confidence(p),
+        "nll": nll(p, y),
+        "ece": ece(p, y),
+        "unseen": confidence(p_unseen),
+        "auroc": auroc(p.amax(1), p_unseen.amax(1)),
+    }
+
+
+def main(quick: bool = False) -> dict[str, dict[str, float]]:
+    """Scores of the network itself, with an uncertain last layer, and with all weights uncertain."""
+    torch.manual_seed(0)
+    train_data, test_data, x_unseen = digits()
+    model = ResNet(width=4 if quick else 8, classes=8)
+    train(model, train_data, epochs=8 if quick else 30)
+    x, y = test_data.tensors
+    if quick:
+        x, y, x_unseen = x[:200], y[:200], x_unseen[:100]
+    with torch.no_grad():
+        rows = {"network": scores(model(x).softmax(1), y, model(x_unseen).softmax(1))}
+
+    # Fit on the images that the network was trained on, in any order.
+    loader = DataLoader(train_data, batch_size=128)
+    last = Laplace(model, "classification").fit(loader)
+    last.tune()
+    rows["last layer"] = scores(last(x, link_approx="mc"), y, last(x_unseen, link_approx="mc"))
+
+    # BatchNorm has no Kronecker form: fit says so once, and keeps a small dense block instead.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "kron keeps")
+        every = Laplace(model, "classification", subset_of_weights="all").fit(loader)
+    every.tune()
+    rows["all weights"] = scores(every(x, link_approx="mc"), y, every(x_unseen, link_approx="mc"))
+
+    print(f"{len(train_data)} images of 0 to 7 to train on, {len(y)} to test on, {len(x_unseen)} of 8 and 9.")
+    print(f"Uncertain weights: {last.n_params:,} in the last layer, {every.n_params:,} in all.\n")
+    print(f"{'':12} {'accuracy':>8} {'mean confidence':>15} {'NLL':>6} {'ECE':>6} | 8 and 9: {'confidence':>10} {'AUROC':>6}")
+    for name, s in rows.items():
+        print(
+            f"{name:12} {s['accuracy']:8.1%} {s['confidence']:15.1%} {s['nll']:6.3f} {s['ece']:6.3f} "
+            f"|          {s['unseen']:10.1%} {s['auroc']:6.3f}"
+        )
+    print("\nAn honest network is right as often as it is confident; NLL and ECE say how far off it is (0 is best).")
+    print("AUROC: how well a low confidence tells the unseen 8 and 9 from digits that were learned (0.5 is guessing).")
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a smaller network, trained for less long")
+    main(parser.parse_args().quick)
