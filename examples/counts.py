@@ -39,12 +39,12 @@ def main(quick: bool = False) -> dict[str, Tensor]:
 
     model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(400 if quick else 1500):
+    for _ in range(1000 if quick else 1500):
         optimizer.zero_grad()
         nn.functional.poisson_nll_loss(model(x), counts).backward()  # its input is the logarithm of the rate
         optimizer.step()
 
-    la = Laplace(model, "poisson", "all", "full").fit(DataLoader(TensorDataset(x, counts), batch_size=100))
+    la = Laplace(model, "poisson", hessian_structure="full").fit(DataLoader(TensorDataset(x, counts), batch_size=100))
     la.tune()
 
     asked = torch.tensor([[9.0], [12.0], [15.0], [17.5], [19.5], [21.0], [22.0], [23.0]])
@@ -54,7 +54,9 @@ def main(quick: bool = False) -> dict[str, Tensor]:
     most = draws.quantile(0.95, 0)
 
     print(f"{len(hours)} hours with their counts, all between {OPEN:g} and {CLOSE:g} o'clock.\n")
-    print(f"{'hour':>5} {'true rate':>10} {'mean rate':>10} {'95 % interval':>15} {'count, 95 % below':>18} {'counts seen':>12}")
+    print(
+        f"{'hour':>5} {'true rate':>10} {'mean rate':>10} {'95 % interval':>15} {'count, 95 % below':>18} {'counts seen':>12}"
+    )
     for i in range(len(asked)):
         hour = float(asked[i])
         interval = f"{float(lower[i]):.1f} to {float(upper[i]):.1f}"

@@ -28,7 +28,9 @@ def sentences(n: int, topic: int) -> list[dict[str, Tensor]]:
     ids = torch.randint(1, WORDS, (n, LENGTH))
     inside = ((ids >= topic) & (ids < topic + 10)).sum(1) + 0.5 * torch.randn(n)
     labels = (inside > LENGTH / 2).long()
-    return [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": y} for i, y in zip(ids, labels, strict=True)]
+    return [
+        {"input_ids": i, "attention_mask": torch.ones_like(i), "labels": y} for i, y in zip(ids, labels, strict=True)
+    ]
 
 
 def train(model: nn.Module, data: list[dict[str, Tensor]], epochs: int, lr: float) -> None:

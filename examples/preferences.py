@@ -48,8 +48,12 @@ def main(quick: bool = False) -> dict[str, Tensor]:
     la.fit(DataLoader(TensorDataset(pairs, preferred), batch_size=50))
     la.tune()
 
-    print(f"{len(pairs)} pairs were compared, of options at a mean distance of {float(pairs.norm(dim=-1).mean()):.1f} from 0.")
-    print("Below, 500 pairs of options for every distance; how sure is the probability of the one that is thought better.\n")
+    print(
+        f"{len(pairs)} pairs were compared, of options at a mean distance of {float(pairs.norm(dim=-1).mean()):.1f} from 0."
+    )
+    print(
+        "Below, 500 pairs of options for every distance; how sure is the probability of the one that is thought better.\n"
+    )
     print(f"{'distance':>8} {'right':>7} {'network is sure':>16} {'Laplace is sure':>16} {'log-loss':>9} {'after':>7}")
     columns: dict[str, list[Tensor]] = {key: [] for key in ("right", "before", "after", "loss_before", "loss_after")}
     for distance in DISTANCES:
@@ -75,8 +79,12 @@ def main(quick: bool = False) -> dict[str, Tensor]:
     best, other = torch.tensor([[1.5, 0.0]]), torch.tensor([[-1.5, 0.0]])
     wins = float(la.preference(best, other))
     (reward, reward_var), (reward2, _) = la(best, diagonal_output=True), la(other, diagonal_output=True)
-    print(f"\n(1.5, 0) beats (-1.5, 0) with probability {wins:.2f}: rewards {float(reward):.2f} and {float(reward2):.2f}.")
-    print("What all rewards have in common is not determined by preferences: the standard deviation of the first reward")
+    print(
+        f"\n(1.5, 0) beats (-1.5, 0) with probability {wins:.2f}: rewards {float(reward):.2f} and {float(reward2):.2f}."
+    )
+    print(
+        "What all rewards have in common is not determined by preferences: the standard deviation of the first reward"
+    )
     print(f"is {float(reward_var.sqrt()):.2f}, most of it in that offset, which cancels in la.preference.")
     return {key: torch.stack(values) for key, values in columns.items()} | {"wins": torch.tensor(wins)}
 

@@ -44,9 +44,7 @@ class ResNet(nn.Module):
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        self.blocks = nn.Sequential(
-            Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2)
-        )
+        self.blocks = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2))
         self.head = nn.Linear(4 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +113,9 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
 
     print(f"{len(train_data)} images of 0 to 7 to train on, {len(y)} to test on, {len(x_unseen)} of 8 and 9.")
     print(f"Uncertain weights: {last.n_params:,} in the last layer, {every.n_params:,} in all.\n")
-    print(f"{'':12} {'accuracy':>8} {'mean confidence':>15} {'NLL':>6} {'ECE':>6} | 8 and 9: {'confidence':>10} {'AUROC':>6}")
+    print(
+        f"{'':12} {'accuracy':>8} {'mean confidence':>15} {'NLL':>6} {'ECE':>6} | 8 and 9: {'confidence':>10} {'AUROC':>6}"
+    )
     for name, s in rows.items():
         print(
             f"{name:12} {s['accuracy']:8.1%} {s['confidence']:15.1%} {s['nll']:6.3f} {s['ece']:6.3f} "

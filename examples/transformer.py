@@ -59,7 +59,13 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     data = sentences(150 if quick else 400, KNOWN)
     config = DistilBertConfig(
-        vocab_size=UNKNOWN[1], max_position_embeddings=LENGTH, dim=16, hidden_dim=32, n_layers=2, n_heads=2, num_labels=2
+        vocab_size=UNKNOWN[1],
+        max_position_embeddings=LENGTH,
+        dim=16,
+        hidden_dim=32,
+        n_layers=2,
+        n_heads=2,
+        num_labels=2,
     )
     model = DistilBertForSequenceClassification(config)
     train(model, data, epochs=5 if quick else 12)
@@ -90,8 +96,12 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
         }
 
     print(f"{len(data)} sentences, {la.n_params:,} uncertain weights.")
-    print(f"Log evidence {before:.1f} with prior precision 1, {after:.1f} with the best, {evidence['prior_precision']:.3g}.\n")
-    print(f"{'new sentences':18} {'accuracy':>8} {'NLL network':>12} {'NLL Laplace':>12} {'epistemic':>10} {'aleatoric':>10}")
+    print(
+        f"Log evidence {before:.1f} with prior precision 1, {after:.1f} with the best, {evidence['prior_precision']:.3g}.\n"
+    )
+    print(
+        f"{'new sentences':18} {'accuracy':>8} {'NLL network':>12} {'NLL Laplace':>12} {'epistemic':>10} {'aleatoric':>10}"
+    )
     for name, row in rows.items():
         print(
             f"{name:18} {row['accuracy']:8.1%} {row['nll_before']:12.3f} {row['nll']:12.3f} "
