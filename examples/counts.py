@@ -55,7 +55,8 @@ def main(quick: bool = False) -> dict[str, Tensor]:
 
     print(f"{len(hours)} hours with their counts, all between {OPEN:g} and {CLOSE:g} o'clock.\n")
     print(
-        f"{'hour':>5} {'true rate':>10} {'mean rate':>10} {'95 % interval':>15} {'count, 95 % below':>18} {'counts seen':>12}"
+        f"{'hour':>5} {'true rate':>10} {'mean rate':>10} {'95 % interval':>15}"
+        f" {'count, 95 % below':>18} {'counts seen':>12}"
     )
     for i in range(len(asked)):
         hour = float(asked[i])

@@ -86,7 +86,8 @@ def main(quick: bool = False) -> dict[int, dict[str, float]]:
     print(f"{'adapted on':>14} {'accuracy':>8} {'NLL network':>12} {'NLL Laplace':>12} {'epistemic':>10}")
     for n, row in rows.items():
         print(
-            f"{n:5} examples {row['accuracy']:8.1%} {row['nll_before']:12.3f} {row['nll']:12.3f} {row['epistemic']:10.4f}"
+            f"{n:5} examples {row['accuracy']:8.1%} {row['nll_before']:12.3f}"
+            f" {row['nll']:12.3f} {row['epistemic']:10.4f}"
         )
     print("\nEpistemic uncertainty (nats) is what more examples would take away: it falls as they come.")
     return rows

@@ -49,10 +49,12 @@ def main(quick: bool = False) -> dict[str, Tensor]:
     la.tune()
 
     print(
-        f"{len(pairs)} pairs were compared, of options at a mean distance of {float(pairs.norm(dim=-1).mean()):.1f} from 0."
+        f"{len(pairs)} pairs were compared,"
+        f" of options at a mean distance of {float(pairs.norm(dim=-1).mean()):.1f} from 0."
     )
     print(
-        "Below, 500 pairs of options for every distance; how sure is the probability of the one that is thought better.\n"
+        "Below, 500 pairs of options for every distance;"
+        " how sure is the probability of the one that is thought better.\n"
     )
     print(f"{'distance':>8} {'right':>7} {'network is sure':>16} {'Laplace is sure':>16} {'log-loss':>9} {'after':>7}")
     columns: dict[str, list[Tensor]] = {key: [] for key in ("right", "before", "after", "loss_before", "loss_after")}

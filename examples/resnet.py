@@ -114,7 +114,8 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
     print(f"{len(train_data)} images of 0 to 7 to train on, {len(y)} to test on, {len(x_unseen)} of 8 and 9.")
     print(f"Uncertain weights: {last.n_params:,} in the last layer, {every.n_params:,} in all.\n")
     print(
-        f"{'':12} {'accuracy':>8} {'mean confidence':>15} {'NLL':>6} {'ECE':>6} | 8 and 9: {'confidence':>10} {'AUROC':>6}"
+        f"{'':12} {'accuracy':>8} {'mean confidence':>15} {'NLL':>6} {'ECE':>6}"
+        f" | 8 and 9: {'confidence':>10} {'AUROC':>6}"
     )
     for name, s in rows.items():
         print(

@@ -97,10 +97,12 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
 
     print(f"{len(data)} sentences, {la.n_params:,} uncertain weights.")
     print(
-        f"Log evidence {before:.1f} with prior precision 1, {after:.1f} with the best, {evidence['prior_precision']:.3g}.\n"
+        f"Log evidence {before:.1f} with prior precision 1,"
+        f" {after:.1f} with the best, {evidence['prior_precision']:.3g}.\n"
     )
     print(
-        f"{'new sentences':18} {'accuracy':>8} {'NLL network':>12} {'NLL Laplace':>12} {'epistemic':>10} {'aleatoric':>10}"
+        f"{'new sentences':18} {'accuracy':>8} {'NLL network':>12}"
+        f" {'NLL Laplace':>12} {'epistemic':>10} {'aleatoric':>10}"
     )
     for name, row in rows.items():
         print(
