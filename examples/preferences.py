@@ -74,8 +74,8 @@ def main(quick: bool = False) -> dict[str, Tensor]:
         for key, value in found.items():
             columns[key].append(value)
         print(
-            f"{distance:8.0f} {float(found['right']):7.0%} {float(found['before']):16.1%} {float(found['after']):16.1%} "
-            f"{float(found['loss_before']):9.3f} {float(found['loss_after']):7.3f}"
+            f"{distance:8.0f} {float(found['right']):7.0%} {float(found['before']):16.1%}"
+            f" {float(found['after']):16.1%} {float(found['loss_before']):9.3f} {float(found['loss_after']):7.3f}"
         )
 
     best, other = torch.tensor([[1.5, 0.0]]), torch.tensor([[-1.5, 0.0]])
