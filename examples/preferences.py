@@ -30,11 +30,22 @@ def decisions(pairs: Tensor) -> Tensor:  # (B, 2, 2) -> (B,)
     return torch.bernoulli(torch.sigmoid(reward[:, 1] - reward[:, 0])).long()
 
 
+def distance_of(options: Tensor) -> float:
+    """Their mean distance from 0."""
+    return float(options.norm(dim=-1).mean())
+
+
 def main(quick: bool = False) -> dict[str, Tensor]:
     """How sure the network is of its preferences, before and after, by the distance of what is compared."""
     torch.manual_seed(0)
     pairs = torch.randn(150 if quick else 300, 2, 2)  # B pairs of options with 2 properties
     preferred = decisions(pairs)
+
+    print("Which of two options is better, and how sure is that?")
+    print(
+        f"Learned from {len(pairs)} comparisons; the mean distance of their options from 0 is {distance_of(pairs):.1f}."
+    )
+    print("Asked about 500 pairs at every distance. Sure: the mean probability of the option that is thought better.\n")
 
     model = nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
@@ -48,14 +59,6 @@ def main(quick: bool = False) -> dict[str, Tensor]:
     la.fit(DataLoader(TensorDataset(pairs, preferred), batch_size=50))
     la.tune()
 
-    print(
-        f"{len(pairs)} pairs were compared,"
-        f" of options at a mean distance of {float(pairs.norm(dim=-1).mean()):.1f} from 0."
-    )
-    print(
-        "Below, 500 pairs of options for every distance;"
-        " how sure is the probability of the one that is thought better.\n"
-    )
     print(f"{'distance':>8} {'right':>7} {'network is sure':>16} {'Laplace is sure':>16} {'log-loss':>9} {'after':>7}")
     columns: dict[str, list[Tensor]] = {key: [] for key in ("right", "before", "after", "loss_before", "loss_after")}
     for distance in DISTANCES:
@@ -78,17 +81,18 @@ def main(quick: bool = False) -> dict[str, Tensor]:
             f" {float(found['after']):16.1%} {float(found['loss_before']):9.3f} {float(found['loss_after']):7.3f}"
         )
 
-    best, other = torch.tensor([[1.5, 0.0]]), torch.tensor([[-1.5, 0.0]])
-    wins = float(la.preference(best, other))
-    (reward, reward_var), (reward2, _) = la(best, diagonal_output=True), la(other, diagonal_output=True)
-    print(
-        f"\n(1.5, 0) beats (-1.5, 0) with probability {wins:.2f}: rewards {float(reward):.2f} and {float(reward2):.2f}."
-    )
-    print(
-        "What all rewards have in common is not determined by preferences: the standard deviation of the first reward"
-    )
-    print(f"is {float(reward_var.sqrt()):.2f}, most of it in that offset, which cancels in la.preference.")
-    return {key: torch.stack(values) for key, values in columns.items()} | {"wins": torch.tensor(wins)}
+    a, b = torch.tensor([[1.5, 0.0]]), torch.tensor([[-1.5, 0.0]])
+    wins = float(la.preference(a, b))
+    rewards, covariance = la(torch.cat([a, b]), joint=True)  # (2,) and (2, 2)
+    alone = covariance.diagonal().sqrt()
+    together = (covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]).sqrt()
+    print(f"\n(1.5, 0) beats (-1.5, 0) with probability {wins:.2f}; the truth is ", end="")
+    print(f"{float(torch.sigmoid(true_reward(a) - true_reward(b))):.2f}.")
+    print(f"Their rewards are {rewards[0]:.2f} ± {alone[0]:.2f} and {rewards[1]:.2f} ± {alone[1]:.2f};", end=" ")
+    print(f"the difference is {rewards[0] - rewards[1]:.2f} ± {together:.2f}.")
+    print(f"Were the two independent, it would be ± {alone.norm():.2f}: what they have in common cancels.")
+    columns_found = {key: torch.stack(values) for key, values in columns.items()}
+    return columns_found | {"wins": torch.tensor(wins), "together": together, "independent": alone.norm()}
 
 
 if __name__ == "__main__":
