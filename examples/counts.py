@@ -58,18 +58,18 @@ def show_rates(la: Laplace) -> dict[str, Tensor]:
     asked = torch.tensor([[9.0], [12.0], [15.0], [17.5], [19.5], [21.0], [22.0], [23.0]])
     prediction = la.predict(scaled(asked))
     lower, upper = prediction.interval(0.95)  # of the rate
+    median = prediction.quantile(0.5)
     draws = prediction.distribution.sample((4000,))  # of counts: the rate's uncertainty and the Poisson noise
     most = draws.quantile(0.95, 0)
-    print(
-        f"{'hour':>5} {'counted':>8} {'true rate':>10} {'mean rate':>10} {'95 % interval':>15} {'95 % of counts':>15}"
-    )
+    print(f"{'hour':>4} {'counted':>8} {'truth':>6} {'median':>7} {'mean':>6} {'95 % interval':>14} {'95 % of y':>11}")
     for i, hour in enumerate(asked.flatten().tolist()):
         interval = f"{float(lower[i]):.1f} to {float(upper[i]):.1f}"
+        counts = f"up to {float(most[i]):.0f}"
         print(
-            f"{hour:5.1f} {'yes' if OPEN <= hour <= CLOSE else 'no':>8} {float(true_rate(asked[i])):10.1f}"
-            f" {float(prediction.mean[i]):10.1f} {interval:>15} {f'up to {float(most[i]):.0f}':>15}"
+            f"{hour:4.1f} {'yes' if OPEN <= hour <= CLOSE else 'no':>8} {float(true_rate(asked[i])):6.1f}"
+            f" {float(median[i]):7.1f} {float(prediction.mean[i]):6.1f} {interval:>14} {counts:>11}"
         )
-    columns = {"hour": asked, "rate": prediction.mean, "lower": lower, "upper": upper, "count_below": most}
+    columns = {"hour": asked, "rate": median, "lower": lower, "upper": upper, "count_below": most}
     return {name: column.squeeze(1) for name, column in columns.items()}
 
 

@@ -59,7 +59,7 @@ def main(quick: bool = False) -> dict[str, Tensor]:
     la.fit(DataLoader(TensorDataset(pairs, preferred), batch_size=50))
     la.tune()
 
-    print(f"{'distance':>8} {'right':>7} {'network is sure':>16} {'Laplace is sure':>16} {'log-loss':>9} {'after':>7}")
+    print(f"{'distance':>8} {'right':>7} {'sure: network':>14} {'Laplace':>8} {'NLL: network':>13} {'Laplace':>8}")
     columns: dict[str, list[Tensor]] = {key: [] for key in ("right", "before", "after", "loss_before", "loss_after")}
     for distance in DISTANCES:
         a, b = (distance * nn.functional.normalize(torch.randn(500, 2)) for _ in range(2))
@@ -77,8 +77,8 @@ def main(quick: bool = False) -> dict[str, Tensor]:
         for key, value in found.items():
             columns[key].append(value)
         print(
-            f"{distance:8.0f} {float(found['right']):7.0%} {float(found['before']):16.1%}"
-            f" {float(found['after']):16.1%} {float(found['loss_before']):9.3f} {float(found['loss_after']):7.3f}"
+            f"{distance:8.0f} {float(found['right']):7.0%} {float(found['before']):14.1%}"
+            f" {float(found['after']):8.1%} {float(found['loss_before']):13.3f} {float(found['loss_after']):8.3f}"
         )
 
     a, b = torch.tensor([[1.5, 0.0]]), torch.tensor([[-1.5, 0.0]])
