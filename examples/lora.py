@@ -67,7 +67,7 @@ def main(quick: bool = False) -> dict[int, dict[str, float]]:
     )  # fmt: skip
     base = GPT2ForSequenceClassification(config)
     print("A language model is adapted to a new task: how sure may it be after so many examples?")
-    train(base, sentences(1500, topic=1), steps=250 if quick else 500, lr=3e-3)
+    train(base, sentences(1500, topic=1), steps=200 if quick else 500, lr=3e-3)
     first, test = sentences(500, topic=1), sentences(500, topic=6)
     own = accuracy(probabilities(base, first), labels_of(first))
     before = accuracy(probabilities(base, test), labels_of(test))
@@ -75,7 +75,7 @@ def main(quick: bool = False) -> dict[int, dict[str, float]]:
 
     rows: dict[int, dict[str, float]] = {0: {"own": own, "accuracy": before}}
     print(f"{'adapted on':>14} {'accuracy':>8} {'NLL network':>12} {'NLL Laplace':>12} {'epistemic':>10}")
-    for n, steps in {20: 40, 300: 120}.items() if quick else {20: 60, 100: 200, 1000: 400}.items():
+    for n, steps in {20: 40, 300: 100}.items() if quick else {20: 60, 100: 200, 1000: 400}.items():
         adapters = LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
         model = get_peft_model(copy.deepcopy(base), adapters)  # freezes all but the adapters
         data = sentences(n, topic=6)

@@ -94,7 +94,7 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
     train_data, val_data, test_data, x_unseen = digits()
     x, y = test_data.tensors
     if quick:
-        x, y, x_unseen = x[:200], y[:200], x_unseen[:100]
+        x, y, x_unseen, val_data = x[:200], y[:200], x_unseen[:100], TensorDataset(*val_data[:100])
     print("Is a classifier as sure as it should be, and does it notice what it has never seen?")
     print(
         f"{len(train_data)} noisy images of 0 to 7 to train on, {len(val_data)} to tune on, {len(y)} to test on;"
