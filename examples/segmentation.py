@@ -74,13 +74,13 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
     print(
         f"{len(x)} images of {SIDE}x{SIDE} pixels to train on; {(y != UNLABELLED).float().mean():.0%} are labelled.\n"
     )
-    train(model, data, steps=150 if quick else 400)
+    train(model, data, steps=300 if quick else 400)
 
     la = Laplace(model, Categorical(ignore_index=UNLABELLED), class_dim=1)
     la.fit(DataLoader(data, batch_size=10))
     la.tune()
 
-    x_new, y_new = images(20 if quick else 100)
+    x_new, y_new = images(10 if quick else 100)
     with torch.no_grad():
         probabilities = {"network": model(x_new).softmax(1)}  # (N, C, H, W)
     probabilities["evidence"] = la(x_new, link_approx="mc")
