@@ -29,8 +29,9 @@ from laplace import Laplace, marglik_training
 from rows import Rows, mean
 
 NOISE = 0.3
+BURN_IN = 10  # epochs before the first tuning
 FIXED = (1e-3, 1.0, 100.0)  # prior precisions that are not tuned
-SHAPES = ((0, 0), (1, 3), (1, 50), (2, 50), (3, 50))  # depth and width of the hidden layers
+SHAPES = ((1, 5), (1, 50), (2, 5), (2, 50), (3, 50))  # depth and width of the hidden layers
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -71,7 +72,7 @@ def train(task: str, data: Data, depth: int, width: int, epochs: int, seed: int,
         task,
         n_epochs=epochs,
         marglik_frequency=5,
-        n_epochs_burnin=epochs // 3 if fixed is None else epochs,
+        n_epochs_burnin=BURN_IN if fixed is None else epochs,
         prior_prec_init=1.0 if fixed is None else fixed,
         sigma_noise_init=1.0,
         optimizer_kwargs={"lr": 1e-2},
@@ -98,8 +99,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed and few epochs")
     parser.add_argument("--data", default=os.environ.get(VARIABLE), help="folder with uci/<set>.npz")
     args = parser.parse_args()
-    epochs = 60 if args.quick else 200
-    settings = {"seeds": 1 if args.quick else 3, "epochs": epochs, "burn-in": epochs // 3}
+    epochs = 60 if args.quick else 300
+    settings = {"seeds": 1 if args.quick else 3, "epochs": epochs, "burn-in": BURN_IN}
     rows = Rows(f"online{'-quick' if args.quick else ''}", settings)
     for task, make, what in (
         ("regression", wave, f"200 points, true noise {NOISE}"),
@@ -113,9 +114,9 @@ def main() -> None:
             ]
 
         tuned = {f"{depth} x {width}": find(f"{depth} x {width}", depth, width) for depth, width in SHAPES}
-        fixed = {f"{prior:g}": find(f"1 x 50, prior {prior:g}", 1, 50, prior) for prior in FIXED}
+        fixed = {f"{prior:g}": find(f"2 x 50, prior {prior:g}", 2, 50, prior) for prior in FIXED}
         print(f"\n{task}, {what}; mean of {settings['seeds']} seed(s)")
-        report("prior, 1 x 50", {"tuned": tuned["1 x 50"], **fixed}, task)
+        report("prior, 2 x 50", {"tuned": tuned["2 x 50"], **fixed}, task)
         report("depth x width", tuned, task)
     if args.data:
         uci.report_all(args.data, args.quick)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from exact import assert_close
 from laplace import Laplace, marglik_training
+from laplace.checkpoints import container
 from laplace.errors import CheckpointError, InputError, LaplaceWarning, OptionError
 from networks import cut, make
 
@@ -159,7 +160,7 @@ def test_an_interrupted_training_goes_on_to_the_same_end(k, tmp_path):
         )  # fmt: skip
 
     expected = call(Interrupted(loader(), 0), None)
-    file = tmp_path / "deep" / "state.pt"
+    file = tmp_path / "deep" / "state.safetensors"
     with pytest.raises(KeyboardInterrupt):
         call(Interrupted(loader(), k), file)
     found = call(Interrupted(loader(), 0), file)
@@ -170,12 +171,12 @@ def test_an_interrupted_training_goes_on_to_the_same_end(k, tmp_path):
             assert torch.equal(other[1].state_dict()[name], value)
         assert torch.equal(other[0].prior_precision, expected[0].prior_precision)
         assert torch.equal(other[0].posterior_covariance, expected[0].posterior_covariance)
-    assert [path.name for path in file.parent.iterdir()] == ["state.pt"]
-    assert set(torch.load(file, weights_only=True)) >= {"model", "optimizer", "random", "settings"}
+    assert [path.name for path in file.parent.iterdir()] == ["state.safetensors"]
+    assert set(container.read(file, "state of marglik_training")) >= {"model", "optimizer", "random", "settings"}
     with pytest.raises(CheckpointError, match=r"another training: temperature \(1.0 there, 2.0 here\)"):
         call(loader(), file, temperature=2.0)
     file.write_bytes(b"no checkpoint")
-    with pytest.raises(CheckpointError, match="is no state of marglik_training"):
+    with pytest.raises(CheckpointError, match=r"state\.safetensors' is no file of safetensors"):
         call(loader(), file)
 
 

@@ -11,25 +11,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from laplace.checkpoints.files import replacing
+from laplace.checkpoints import container
 from laplace.errors import CheckpointError
+from laplace.nested import map_tensors
+
+_KIND = "state of marglik_training"
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write beside `path` and move there, so that the file is always a whole one."""
-    with replacing(path) as beside:
-        torch.save(dict(state), beside)
+    container.write(path, _KIND, state)
 
 
 def load(path: str | os.PathLike[str], settings: Mapping[str, Any], device: torch.device) -> dict[str, Any] | None:
     """The state at `path`, if there is one; refused where it is of a training with other settings."""
     if not Path(path).exists():
         return None
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        then = state["settings"]
-    except Exception as error:
-        raise CheckpointError(f"checkpoint={str(path)!r} is no state of marglik_training: {error}") from error
+    state = map_tensors(container.read(path, _KIND), lambda t: t.to(device, copy=True))
+    then = state["settings"]
     differ = [f"{key} ({then.get(key)!r} there, {now!r} here)" for key, now in settings.items() if then.get(key) != now]
     if differ:
         raise CheckpointError(

@@ -23,7 +23,7 @@ FORMAT = 1
 _HEADER, _CHECKSUM = "laplace", "checksum"
 _LARGEST = 100_000_000  # bytes of a header that safetensors reads
 _LENGTH = 8  # bytes that say how long the header is
-_TENSOR, _TUPLE = "$tensor", "$tuple"  # what JSON has no word for
+_TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"  # what JSON has no word for
 
 
 def write(path: str | os.PathLike[str], kind: str, contents: Any) -> None:
@@ -107,6 +107,10 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {_TENSOR: name}
     if isinstance(value, Mapping) and all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {key: _packed(v, f"{name}/{key}" if name else key, tensors) for key, v in value.items()}
+    if isinstance(value, Mapping):
+        pairs = [(key, v) for key, v in value.items() if isinstance(key, (str, int, float, bool))]
+        if len(pairs) == len(value):
+            return {_PAIRS: [[key, _packed(v, f"{name}/{key}", tensors)] for key, v in pairs]}
     if isinstance(value, (list, tuple)):
         items = [_packed(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
@@ -114,7 +118,7 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return value
     raise CheckpointError(
         f"{name!r} is a {type(value).__name__}; written can be tensors, numbers, words, and lists, tuples and mappings "
-        "(by words) of them."
+        "of them."
     )
 
 
@@ -132,4 +136,6 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[value[_TENSOR]]
     if _TUPLE in value:
         return tuple(_unpacked(v, tensors) for v in value[_TUPLE])
+    if _PAIRS in value:
+        return {key: _unpacked(v, tensors) for key, v in value[_PAIRS]}
     return {key: _unpacked(v, tensors) for key, v in value.items()}
