@@ -17,7 +17,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -100,7 +100,6 @@ class Case:
     options: dict[str, Any]
     prior: tuple[str, float]
     seed: int
-    mistake: Any = field(default=None)
 
     def make(self) -> tuple[nn.Module, Tensor, Tensor, Tensor | None]:
         """The network in eval mode, inputs, labels and weights."""
@@ -167,9 +166,7 @@ def run(examples: int, strategy: st.SearchStrategy[Any], check: Callable[..., No
     """So many generated cases of one check."""
     print(f"GENERATED_SEED={SEED}")  # noqa: T201
     skipped = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    how = settings(
-        max_examples=examples, deadline=None, database=None, print_blob=True, suppress_health_check=skipped
-    )
+    how = settings(max_examples=examples, deadline=None, database=None, print_blob=True, suppress_health_check=skipped)
 
     def quietly(case: Any) -> None:
         with warnings.catch_warnings():
@@ -195,6 +192,7 @@ def fit(case: Case, sizes: list[int]) -> Laplace:
     count = {"scalar": 1, "layerwise": la.n_layers, "diag": la.n_params}[kind]
     spread = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     la.prior_precision = value * (1 + spread)
+    la.log_marginal_likelihood()
     return la
 
 
@@ -503,6 +501,8 @@ def test_bad_data_is_refused_by_us_and_the_posterior_stays(examples):
         before = float(la.log_marginal_likelihood())
         if name == "wrong width" and case.network not in ("tiny", "linear", "batchnorm", "mapping", "functional"):
             return
+        if name in ("NaN input", "overflow") and case.network in ("tokens", "tied"):
+            return  # its inputs are numbers of tokens
         if name == "NaN label" and case.task in ("binary", "multilabel", "poisson"):
             name = "infinite label"
         with pytest.raises(LaplaceError):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from laplace.algebra import Rows
+from laplace.algebra import Clipped, Rows
 from laplace.backprop.gradients import Jacobian, Moments
 from laplace.budget import Budget
 from laplace.weights.layout import Layout
@@ -94,6 +94,11 @@ class Curvature(ABC):
     commutes: bool = (
         True  # whether the prior enters as s H + D exactly, so that `traces` are the evidence's derivatives
     )
+
+    @property
+    def clipped(self) -> Clipped:
+        """Eigenvalues that were below zero, where they are found."""
+        return Clipped()
 
     @abstractmethod
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:

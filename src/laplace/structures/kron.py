@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laplace.algebra import EIGH, SYMMETRIC, Rows
 from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread, rotate_left, rotate_right
-from laplace.errors import NumericalError, OptionError
+from laplace.errors import NumericalError, OptionError, shown
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
@@ -41,8 +41,8 @@ class Kron(BlockDiagonal):
     prior_structures = ("scalar", "layerwise")
 
     def __init__(self, damping: bool | str = False, weight_sharing: str = "expand") -> None:
-        if damping not in DAMPINGS:
-            raise OptionError(f"damping={damping!r} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
+        if not isinstance(damping, (bool, str)) or damping not in DAMPINGS:
+            raise OptionError(f"damping={shown(damping)} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
         self.damping, self.weight_sharing = damping, weight_sharing
 
     def block_sums(self, moments: MomentsOf) -> Contribution:
