@@ -31,6 +31,11 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     return _mirror(_add_half(rows.new_zeros(d, d), rows))
 
 
+def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
+    """The same in float64 where D is small: directions that the rows do not have are zero, whatever the prior."""
+    return gram(rows.double() if rows.shape[1] <= _PRECISE else rows)
+
+
 def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
     """Add rows^T rows to the lower triangle."""
     for a, b in _strips(len(total)):
