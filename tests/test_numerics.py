@@ -77,17 +77,17 @@ INF_BOUND = 1.0  # rank and diagonal are differences in float32: a prior below t
 # of the log evidence relative to its terms, of the outputs' variances and of the weights' relative to the largest, of
 # probabilities. They are ten times what was measured; docs/numerics.md has the table.
 PROBLEMS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], float, tuple[float, float, float, float]]] = {
-    "condition 1e4": (lambda: _conditioned(4), 1.0, (1, 1, 1, 1)),
-    "condition 1e8": (lambda: _conditioned(8), 1.0, (1, 1, 1, 1)),
-    "condition 1e12": (lambda: _conditioned(12), 1.0, (1, 1, 1, 1)),
-    "dead units": (_dead, 1.0, (1, 1, 1, 1)),
-    "duplicated features": (_duplicated, 1.0, (1, 1, 1, 1)),
-    "one example": (lambda: _plain(1), 1.0, (1, 1, 1, 1)),
-    "one class": (_plain, 1.0, (1, 1, 1, 1)),
-    "fewer examples than weights": (lambda: _plain(3), 1.0, (1, 1, 1, 1)),
-    "prior 1e8": (_plain, 1e8, (1, 1, 1, 1)),
-    "prior 1e-8": (_plain, 1e-8, (1, 1, 1, 1)),
-    "constant inputs": (_constant, 1.0, (1, 1, 1, 1)),
+    "condition 1e4": (lambda: _conditioned(4), 1.0, (2e-7, 1e-5, 5e-6, 6e-7)),
+    "condition 1e8": (lambda: _conditioned(8), 1.0, (4e-8, 5e-5, 2e-5, 2e-6)),
+    "condition 1e12": (lambda: _conditioned(12), 1.0, (4e-10, 2e-4, 5e-6, 5e-6)),
+    "dead units": (_dead, 1.0, (2e-7, 3e-6, 3e-6, 6e-7)),
+    "duplicated features": (_duplicated, 1.0, (2e-7, 4e-6, 4e-6, 8e-7)),
+    "one example": (lambda: _plain(1), 1.0, (3e-7, 2e-6, 3e-6, 4e-7)),
+    "one class": (_plain, 1.0, (3e-7, 9e-6, 6e-6, 7e-7)),
+    "fewer examples than weights": (lambda: _plain(3), 1.0, (4e-7, 3e-6, 3e-6, 5e-7)),
+    "prior 1e8": (_plain, 1e8, (8e-14, 3e-6, 3e-6, 9e-7)),
+    "prior 1e-8": (_plain, 1e-8, (1e-7, 3e-5, 2e-4, 8e-7)),
+    "constant inputs": (_constant, 1.0, (1e-6, 5e-6, 2e-5, 5e-7)),
 }
 
 
@@ -175,7 +175,7 @@ def test_clipped_eigenvalues_are_counted(structure):
     assert 0 <= clipped.count <= la.n_params
     assert -1e-13 <= clipped.lowest <= 0
     if structure == "full":  # 63 weights, rank 9: rounding leaves some of the others below zero
-        below = torch.linalg.eigvalsh(la.posterior.fit.sums["H"]) < 0
+        below = torch.linalg.eigh(la.posterior.curvature.h)[0] < 0
         assert clipped.count == int(below.sum()) > 0
     assert (la.posterior_variance > 0).all() if structure != "gp" else True
 
@@ -221,9 +221,9 @@ def test_an_indefinite_hessian_names_its_smallest_eigenvalue_and_the_prior_that_
 def test_a_prior_lost_to_rounding_is_said():
     with pytest.raises(NumericalError, match="lost the prior to rounding"):
         cholesky(torch.tensor([[1e20, 1e20], [1e20, 1e20 - 1e5]], dtype=torch.float64))
-    la, *_ = fitted("condition 1e12", torch.float64, "full", "all", "regression")
-    la.prior_precision = torch.full((la.n_params,), 1e-14, dtype=torch.float64)
-    with pytest.raises(NumericalError, match="not positive definite.*Raise the prior precision by"):
+    la, *_ = fitted("constant inputs", torch.float64, "full", "all", "regression")
+    la.prior_precision = torch.full((la.n_params,), 1e-20, dtype=torch.float64)
+    with pytest.raises(NumericalError, match=r"not positive definite.*Raise the prior precision by"):
         la.log_marginal_likelihood()
 
 
@@ -275,8 +275,12 @@ def test_what_overflows_in_float32_is_refused(structure, subset):
     model = nn.Sequential(nn.Linear(4, 3))
     with torch.no_grad():
         model[0].weight.mul_(1e-30)
-    with pytest.raises(NumericalError, match="hold NaN or infinite values"):
-        Laplace(model, "classification", subset, structure).fit([(1e30 * X, Y)])
+    if structure == "gp":  # in float64
+        p = Laplace(model, "classification", subset, structure).fit([(1e30 * X, Y)])(1e30 * X)
+        assert p.isfinite().all()
+    else:
+        with pytest.raises(NumericalError, match=r"hold NaN or infinite values|out of range in torch\.float32"):
+            Laplace(model, "classification", subset, structure).fit([(1e30 * X, Y)])(1e30 * X)
     la = Laplace(model, "classification", subset, structure).fit([(X, Y)])
     for asked in ("call", "predict"):
         with pytest.raises(NumericalError, match="the variance of the outputs is NaN or infinite at 6 inputs"):
@@ -316,10 +320,10 @@ def test_hyperparameters_out_of_range_in_float32_are_refused(options, error, str
 
 
 def test_rates_that_overflow_are_refused():
-    la = Laplace(net(), "poisson", "all", "diag", prior_precision=1e-4).fit([(X, torch.ones(6, 3))])
+    la = Laplace(nn.Sequential(nn.Linear(4, 3)), "poisson", "all", "diag").fit([(X, torch.ones(6, 3))])
     for asked in ("call", "predict", "nn"):
         with pytest.raises(NumericalError, match="NaN or infinite at"):
-            ASKED[asked](la, 20 * X)
+            ASKED[asked](la, 1e4 * X)
 
 
 def test_a_nearly_singular_covariance_has_a_lower_root_and_no_negative_variance():

@@ -137,8 +137,13 @@ def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
 
     `rounded`: its factorisation has failed already, so that the smallest is zero but for rounding if not below.
     """
+    eigenvalues = eigenvalues.detach()
+    if not eigenvalues.isfinite().all():
+        raise NumericalError(
+            f"the posterior precision is out of range in {eigenvalues.dtype}: what the data says is too much. "
+            "Scale the inputs of the network to about 1, raise sigma_noise, or take model.double()."
+        )
     if rounded or not (eigenvalues > 0).all():
-        eigenvalues = eigenvalues.detach()
         smallest, largest = float(eigenvalues.min()), float(eigenvalues.max())
         rounding = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * largest
         needed = 1.001 * max(-smallest, 0.0) + rounding

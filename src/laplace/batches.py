@@ -125,8 +125,9 @@ class Inputs:
         try:
             with as_called():
                 output = model(*args, **named, **self.kwargs)
-        except (TypeError, RuntimeError, AttributeError, LookupError, ValueError) as error:
-            if isinstance(error, (LaplaceError, torch.OutOfMemoryError)):
+        except Exception as error:
+            own = self.tensors() and not isinstance(error, (TypeError, RuntimeError))  # the network's, not of its input
+            if own or isinstance(error, (LaplaceError, torch.OutOfMemoryError)):
                 raise
             raise ModelError(f"the network failed on {described(self.singles().x, self.kwargs)}: {error}") from error
         return self.combined(logits(output))

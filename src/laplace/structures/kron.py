@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH, SYMMETRIC, Rows
+from laplace.algebra import EIGH, SYMMETRIC, Rows, check_positive
 from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread, rotate_left, rotate_right
 from laplace.errors import NumericalError, OptionError, shown
 from laplace.structures.base import Contribution, Sums, Traces
@@ -130,7 +130,9 @@ class EigenbasisBlock(Block):
                 f"a prior precision per weight ({precision.numel()} values for one tensor) has no Kronecker form. Give "
                 "a scalar or one value per tensor, or take hessian_structure='full', 'diag', 'block' or 'inf'."
             )
-        return KronGaussian(self.eigenvalues(scale, precision.reshape(())), self)
+        eigenvalues = self.eigenvalues(scale, precision.reshape(()))
+        check_positive(eigenvalues)
+        return KronGaussian(eigenvalues, self)
 
     def matrix(self) -> Tensor:
         one = self.like.new_ones(())
