@@ -86,7 +86,7 @@ PROBLEMS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], float, tuple[f
     "one class": (_plain, 1.0, (3e-7, 9e-6, 6e-6, 7e-7)),
     "fewer examples than weights": (lambda: _plain(3), 1.0, (4e-7, 3e-6, 3e-6, 5e-7)),
     "prior 1e8": (_plain, 1e8, (8e-14, 3e-6, 3e-6, 9e-7)),
-    "prior 1e-8": (_plain, 1e-8, (1e-7, 3e-5, 2e-4, 8e-7)),
+    "prior 1e-8": (_plain, 1e-8, (2e-7, 3e-5, 4e-5, 8e-7)),
     "constant inputs": (_constant, 1.0, (1e-6, 5e-6, 2e-5, 5e-7)),
 }
 
