@@ -191,6 +191,10 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         ({"subset_of_weights": "all", "curvature": "hessian"}, "the exact Hessian has no form as .kron."),
         ({"subnetwork_indices": [1]}, "subnetwork_indices= belongs to subset_of_weights='subnetwork'"),
         ({"prior_prec": 1.0}, "Laplace has no option 'prior_prec'"),
+        ({"last_layer_name": 3}, "last_layer_name=3 must be the name of a module"),
+        ({"damping": torch.ones(2)}, r"damping=tensor\(\[1\., 1\.\]\) is not an option"),
+        ({"hessian_structure": "full", "seed": torch.ones(2)}, "belongs to hessian_structure='gp'"),
+        ({"backend_kwargs": torch.ones(2)}, "goes with backend"),
         ({"weight_sharing": "both"}, r"weight_sharing='both'.*'expand', 'reduce'"),
     ],
 )
@@ -264,6 +268,14 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
         (lambda la: la.load_state_dict(None), "a state is a mapping"),
         (lambda la: la.load_state_dict({k: v for k, v in la.state_dict().items() if "/A" not in k}), "damaged"),
         (lambda la: la(X, outputs=[0]), "for regression"),
+        (lambda la: la(X, outputs=b"x"), r"outputs=b'x' must be indices"),
+        (lambda la: la("x"), r"a builtins\.str \(a tensor is needed"),
+        (lambda la: la.fit(torch.tensor(1.0)), "the loader is a Tensor"),
+        (lambda la: la.log_prob([1.0]), r"\[1\.0\] came; a tensor of real numbers"),
+        (lambda la: la.functional_variance(torch.ones(18) * 1j), "a tensor of real numbers"),
+        (lambda la: la.predict(X).quantile("x"), "q='x' must be a number"),
+        (lambda la: la.predict(X).quantile([]), r"q=\[\] must be a number"),
+        (lambda la: la.predict(X).interval(None), "level=None must lie"),
     ],
 )
 def test_mistakes_at_the_door_are_named(la, act, says):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.errors import NumericalError
+from laplace.errors import NumericalError, warn
 
 EIGH = 6.0  # multiplications of an eigendecomposition, in units of the cube of its side
 SYMMETRIC = 0.6  # share of the multiplications that `gram` takes of a whole product
@@ -20,6 +20,7 @@ _MANY = 512  # columns from which half a product is worth several calls
 _ALIGNED = 16  # strips begin at multiples of it: kernels work on whole registers
 _LONG = 2**11  # rows from which it is worth them for few columns, too
 _PRECISE = 256  # columns up to which sums and decompositions are in float64
+_ROUNDED = 1e3  # roundings of the largest eigenvalue, down to which a negative one is rounding
 
 
 def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
@@ -28,6 +29,11 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     if d < _MANY and (d < _ALIGNED or m < _LONG):
         return rows.T @ rows
     return _mirror(_add_half(rows.new_zeros(d, d), rows))
+
+
+def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
+    """The same in float64 where D is small: directions that the rows do not have are zero, whatever the prior."""
+    return gram(rows.double() if rows.shape[1] <= _PRECISE else rows)
 
 
 def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
@@ -56,7 +62,59 @@ def total(terms: Iterable[Tensor]) -> Tensor:
     return functools.reduce(operator.add, terms)
 
 
-def eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (..., D, D) -> (..., D), (..., D, D)
+@dataclass(frozen=True)
+class Clipped:
+    """Eigenvalues of positive semi-definite matrices that were below zero, and were set to it."""
+
+    count: int = 0
+    lowest: float = 0.0  # the most negative one, relative to the largest eigenvalue of its matrix
+
+    def __add__(self, other: Clipped) -> Clipped:
+        return Clipped(self.count + other.count, min(self.lowest, other.lowest))
+
+
+def clip(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Clipped]:  # (..., D)
+    """Eigenvalues, not below zero, and how many were; a warning where that is more than rounding in `dtype`."""
+    found = values.detach()
+    below = found < 0
+    if not below.any():
+        return values, Clipped()
+    largest = found.abs().amax(-1, keepdim=True)
+    clipped = Clipped(int(below.sum()), float((found / largest)[below].min()))
+    if clipped.lowest < -_ROUNDED * torch.finfo(dtype).eps:
+        warn(
+            f"{clipped.count} eigenvalues of a curvature that can have no negative ones are below zero, the lowest "
+            f"{clipped.lowest:.2g} of the largest: more than rounding in {dtype}. They are set to zero. A network in "
+            "float64 shows whether something else is wrong: fit with model.double()."
+        )
+    return values.clamp(min=0), clipped
+
+
+def spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:  # (..., D, D) -> (..., D), (..., D, D)
+    """Eigenvalues and eigenvectors of symmetric matrices."""
+    try:
+        return torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError as error:
+        raise NumericalError(
+            f"no eigenvalues were found of a {matrix.shape[-1]} x {matrix.shape[-1]} matrix with entries up to "
+            f"{float(matrix.abs().max()):.3g}. Scale the inputs of the network to about 1."
+        ) from error
+
+
+def cholesky(matrix: Tensor) -> Tensor:  # (..., D, D) -> (..., D, D)
+    """L with L L^T = matrix, of precisions relative to a prior: they are positive definite but for rounding."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed.any():
+        raise NumericalError(
+            "the posterior precision has lost the prior to rounding: what the data says is up to "
+            f"{float(matrix.detach().abs().max()):.2g} times as much. Raise the prior precision, or sigma_noise."
+        )
+    return factor
+
+
+def eigh(
+    matrix: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Clipped]:  # (..., D, D) -> (..., D), (..., D, D), how many were below zero
     """Eigenvalues, not below zero, and eigenvectors of positive semi-definite matrices, in `dtype`.
 
     Up to 256 dimensions the work is done in float64. A matrix whose rows sum to zero, as those of softmax do, has the
@@ -69,17 +127,30 @@ def eigh(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # (..., 
         values, vectors = _eigh_without_constant(work.reshape(d, d))
         values, vectors = values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
     else:
-        values, vectors = torch.linalg.eigh(work)
-    return values.clamp(min=0).to(dtype), vectors.to(dtype).contiguous()
+        values, vectors = spectrum(work)
+    values, clipped = clip(values, dtype)
+    return values.to(dtype), vectors.to(dtype).contiguous(), clipped
 
 
-def check_positive(eigenvalues: Tensor) -> None:
-    """Refuse a precision with eigenvalues that are not positive, as an exact Hessian away from an optimum has."""
-    if not (eigenvalues > 0).all():
-        smallest = float(eigenvalues.detach().min())
+def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
+    """Refuse a precision with eigenvalues that are not positive, as an exact Hessian away from an optimum has.
+
+    `rounded`: its factorisation has failed already, so that the smallest is zero but for rounding if not below.
+    """
+    eigenvalues = eigenvalues.detach()
+    if not eigenvalues.isfinite().all():
         raise NumericalError(
-            f"the posterior precision is not positive definite: its smallest eigenvalue is {smallest:.3g}. Raise the "
-            f"prior precision by more than {-smallest:.3g}, train to an optimum, or take curvature='ggn'."
+            f"the posterior precision is out of range in {eigenvalues.dtype}: what the data says is too much. "
+            "Scale the inputs of the network to about 1, raise sigma_noise, or take model.double()."
+        )
+    if rounded or not (eigenvalues > 0).all():
+        smallest, largest = float(eigenvalues.min()), float(eigenvalues.max())
+        rounding = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * largest
+        needed = 1.001 * max(-smallest, 0.0) + rounding
+        raise NumericalError(
+            f"the posterior precision is not positive definite: its smallest eigenvalue is {smallest:.3g}, its largest "
+            f"{largest:.3g}. Raise the prior precision by {needed:.4g} or more, train to an optimum, or take "
+            "curvature='ggn'."
         )
 
 
@@ -102,7 +173,7 @@ def _eigh_without_constant(b: Tensor) -> tuple[Tensor, Tensor]:
     bw = b @ w
     u = c * bw - c**2 / 2 * (w @ bw) * w
     reflected = b.addr(w, u, alpha=-1).addr_(u, w, alpha=-1)
-    values, inner = torch.linalg.eigh(reflected[1:, 1:])
+    values, inner = spectrum(reflected[1:, 1:])
     vectors = b.new_zeros(d, d)
     vectors[:, 0] = d**-0.5
     vectors[1:, 1:] = inner

@@ -206,7 +206,7 @@ def _read(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> dict[str,
 
 def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
     """The batches of a loader, the inputs on the network's device; no empty batches."""
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+    if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
         raise InputError(
             f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
         )

@@ -62,10 +62,10 @@ def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
     return likelihood.targets(f, labels) if len(f) else Targets(labels.y)
 
 
-def check_finite(f: Tensor, what: str) -> None:
-    """Refuse NaN and infinity."""
+def check_finite(f: Tensor, what: str, rows_each: int = 1, start: int = 0) -> None:
+    """Refuse NaN and infinity, by the numbers of the examples: they begin at `start`, with so many rows each."""
     if not f.sum().isfinite() and not f.isfinite().all():
-        rows = (~f.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+        rows = sorted({start + row // rows_each for row in (~f.isfinite()).any(1).nonzero().flatten().tolist()})
         raise InputError(
             f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."
         )

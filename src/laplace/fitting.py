@@ -15,7 +15,7 @@ from laplace.budget import Budget, in_bytes, keep_freed_memory
 from laplace.checkpoints.progress import Progress
 from laplace.counting import counted
 from laplace.curvature import CURVATURES, OutputCurvature
-from laplace.errors import FormChangedError, InputError, UnsupportedError
+from laplace.errors import FormChangedError, InputError, NumericalError, UnsupportedError
 from laplace.gathering import Group, gathered
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.posterior import Fit
@@ -142,6 +142,7 @@ class Accumulator:
         with torch.no_grad():
             self._take()
             found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
+            _require_finite(found | self.data)
             self.totals = self.pass_.finish(self._before, found)
 
     def _add(self, batches: Iterable[Batch]) -> None:
@@ -313,6 +314,17 @@ def _add(total: dict[str, Any], part: Mapping[str, Tensor | Rows | float]) -> No
             total[key] = in_sums(value).clone() if isinstance(value, Tensor) else value
         else:
             total[key] += value
+
+
+def _require_finite(sums: Sums) -> None:
+    """Refuse sums in which a number has overflowed, or a gradient does not exist."""
+    bad = [key for key, value in sums.items() if not value.isfinite().all()]
+    if bad:
+        raise NumericalError(
+            f"the sums over the data hold NaN or infinite values in {', '.join(bad[:3])}; all outputs are finite. "
+            "A product has overflowed, or the network has no derivative at some example (a root of 0, say). Scale the "
+            "inputs and labels to about 1, or fit with model.double()."
+        )
 
 
 def _tensor(total: Tensor | GramSum | float, like: Tensor) -> Tensor:

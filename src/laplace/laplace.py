@@ -554,6 +554,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._notice_changes()
         assert self._weights is not None
         engine, inputs = self._engine(self._weights, self._plan), inputs.to(device_of(self.model))
+        seen = 0  # examples of the parts before
         for part in [inputs] if whole else engine.chunks(inputs, posterior.fit.n_outputs):
             forward = engine.forward(part, self.enable_backprop)
             if forward.positions.c != posterior.fit.n_outputs:
@@ -561,7 +562,8 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
                     f"the outputs have {forward.positions.c} classes or outputs each; fitted on "
                     f"(N, {posterior.fit.n_outputs})."
                 )
-            check_finite(forward.outputs, "the network's outputs hold")
+            check_finite(forward.outputs, "the network's outputs hold", forward.positions.count, seen)
+            seen += forward.positions.n
             yield posterior.fit.beside(forward, engine, self._budget.chunk)
         if isinstance(engine, Network):
             self._plan = engine.plan

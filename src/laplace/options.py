@@ -36,7 +36,7 @@ def structure_named(
     if name != "gp" and approximation != "sod":
         raise OptionError(f"functional_approximation={shown(approximation)} belongs to hessian_structure='gp'.")
     for key, value in options.items():
-        if key not in made.options and value != _DEFAULTS.get(key):
+        if key not in made.options and not _left_alone(key, value):
             owners = [repr(other) for other, s in STRUCTURES.items() if key in s.options]
             owners += [_of_gp(kind) for kind, s in FUNCTIONAL.items() if key in s.options]
             this = next((_of_gp(kind) for kind, s in FUNCTIONAL.items() if s is made), repr(made.name))
@@ -50,6 +50,12 @@ def structure_named(
             raise UnsupportedError(f"the exact Hessian has no form as {name!r}. Take hessian_structure={able}.")
         structure.semidefinite = False
     return structure
+
+
+def _left_alone(key: str, value: Any) -> bool:
+    """Whether an option has its usual value."""
+    usual = _DEFAULTS.get(key)
+    return value is usual or (isinstance(value, (int, float, str)) and value == usual)
 
 
 def _of_gp(approximation: str) -> str:
@@ -84,13 +90,13 @@ def curvature_named(name: str | None, backend: Any, backend_kwargs: Mapping[str,
     if backend is not None:
         label = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
         meant = next((kind for end, kind in _BACKENDS.items() if label.endswith(end)), None)
-        if meant == "ggn" and (backend_kwargs or {}).get("stochastic"):
+        if meant == "ggn" and isinstance(backend_kwargs, Mapping) and backend_kwargs.get("stochastic"):
             meant = "mc"
         if meant is None or (name is not None and str(name) != meant):
             kinds = ", ".join(map(repr, CURVATURES))
             raise OptionError(f"backend={label} does not say which curvature. Write curvature= one of {kinds}.")
         name = meant
-    elif backend_kwargs:
+    elif backend_kwargs is not None and (not isinstance(backend_kwargs, Mapping) or backend_kwargs):
         raise OptionError("backend_kwargs goes with backend; here curvature= and curvature_samples= say it.")
     return choice("ggn" if name is None else name, CURVATURES, "curvature")
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward
+from laplace.errors import NumericalError, OptionError
 from laplace.functional.points import Points, beside
 from laplace.likelihoods.base import Likelihood
 from laplace.precision import plain
@@ -95,17 +96,25 @@ class Posterior:
     def scale(self) -> Tensor:
         """s = c(sigma) / T."""
         c = self.fit.likelihood.curvature_scale(self.fit.kind, self.sigma)
-        return c.to(self.fit.mean) / self.temperature
+        scale = c.to(self.fit.mean) / self.temperature
+        if not (scale.isfinite() and scale >= torch.finfo(scale.dtype).tiny):
+            raise OptionError(
+                f"sigma_noise={float(self.sigma.detach()):.3g} and temperature={self.temperature:.3g} are out of range "
+                f"in {scale.dtype}: the curvature is multiplied by {float(scale.detach()):.3g}. Take values nearer 1."
+            )
+        return scale
 
     @property
     def log_likelihood(self) -> Tensor:
         """(1/T) log p(D given mean), the normaliser of the noise included."""
-        return self.fit.likelihood.log_likelihood(self.fit.data, self.sigma.double()) / self.temperature
+        value = self.fit.likelihood.log_likelihood(self.fit.data, self.sigma.double()) / self.temperature
+        return _finite(value, "log-likelihood", "sigma_noise, temperature and the outputs")
 
     @property
     def scatter(self) -> Tensor:
         """(mean - mu0)^T D (mean - mu0)."""
-        return self.prior.scatter(self.fit.mean, self.fit.layout)
+        value = self.prior.scatter(self.fit.mean, self.fit.layout)
+        return _finite(value, "scatter", "prior_mean and the prior precision")
 
     @property
     def log_det_prior_precision(self) -> Tensor:
@@ -115,7 +124,7 @@ class Posterior:
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """log det(s H + D)."""
-        return self.gaussian.logdet()
+        return _finite(self.gaussian.logdet(), "log-determinant", "the prior precision and the inputs of the network")
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -135,6 +144,13 @@ class Posterior:
     def needs_grad(self) -> bool:
         """Whether a value requires grad, so that nothing may be kept."""
         return self.prior.needs_grad or self.sigma.requires_grad
+
+
+def _finite(value: Tensor, what: str, of: str) -> Tensor:
+    """A term of the evidence, refused where it is NaN or infinite."""
+    if not value.isfinite():
+        raise NumericalError(f"the {what} of the evidence is {float(value.detach())}: {of} are too large or too small.")
+    return value
 
 
 def added(left: Sums, right: Sums) -> Sums:

@@ -87,8 +87,11 @@ class Prior:
         """The precision of each block: the same scalar for all, a scalar each, or a vector each."""
         self.check(layout)
         precision = self.precision.to(like)
-        if not (precision.isfinite() & (precision > 0)).all():
-            raise OptionError(f"the prior precision is out of range in {like.dtype}: it becomes 0 or infinite there.")
+        if not (precision.isfinite() & (precision >= torch.finfo(like.dtype).tiny)).all():
+            raise OptionError(
+                f"the prior precision is out of range in {like.dtype}: it or the variance becomes 0 or "
+                "infinite there. Take values nearer 1, or model.double()."
+            )
         if precision.numel() == 1:
             return [precision.reshape(())] * len(layout.names)
         if precision.numel() == len(layout.names):

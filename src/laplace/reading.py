@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from laplace.algebra import Clipped
 from laplace.budget import Budget
-from laplace.errors import InputError, UnsupportedError
+from laplace.errors import InputError, UnsupportedError, shown
 from laplace.posterior import Fit, Posterior
 from laplace.structures import Gaussian
 from laplace.structures.blockdiag import BlockCurvature, BlockDiagonalGaussian
@@ -104,6 +105,14 @@ class Readable(ABC):
                 "does."
             )
         return Spectrum.of(self._fit.sums)
+
+    @property
+    def clipped(self) -> Clipped:
+        """How many eigenvalues of the curvature were below zero and set to it, and how far below they were.
+
+        A few are rounding; there is a warning where they are more. Of 'lowrank' see `spectrum`.
+        """
+        return self.posterior.curvature.clipped
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -223,6 +232,8 @@ class Readable(ABC):
         return self.posterior.gaussian.dense_variance(Js.to(self.mean).flatten(0, -2))
 
     def _check_weights(self, value: Tensor, what: str = "value") -> None:
+        if not isinstance(value, Tensor) or value.is_complex():
+            raise InputError(f"{what}: {shown(value)} came; a tensor of real numbers is needed, P = {self.n_params}.")
         if value.dim() < 1 or value.shape[-1] != self.n_params:
             raise InputError(
                 f"{what}: shape {tuple(value.shape)} came; the last dimension must be P = {self.n_params}."

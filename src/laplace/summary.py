@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from laplace.curved_prior import CurvedPrior
+from laplace.errors import LaplaceError
 
 if TYPE_CHECKING:
     from laplace.laplace import Laplace
@@ -28,12 +29,18 @@ def summary(la: Laplace) -> str:
     weights = la._subset.label
     if la.is_fitted:
         weights += f": {', '.join(la.posterior.fit.layout.names)} ({la.n_params:,} weights)"
-        evidence = float(la.posterior.log_evidence.detach())
-        rows.append(("fitted", f"on {la.n_data:,} examples, {la.n_outputs} outputs, log evidence {evidence:.2f}"))
+        rows.append(("fitted", f"on {la.n_data:,} examples, {la.n_outputs} outputs, {_evidence(la)}"))
     else:
         rows.append(("fitted", "not yet: call la.fit(train_loader)"))
     rows.insert(1, ("weights", weights))
     return "Laplace(\n" + "".join(f"  {key:<12}{value}\n" for key, value in rows) + ")"
+
+
+def _evidence(la: Laplace) -> str:
+    try:
+        return f"log evidence {float(la.posterior.log_evidence.detach()):.2f}"
+    except LaplaceError as error:  # of values that were set since
+        return f"no evidence: {error}"
 
 
 def _earlier(la: Laplace) -> str:

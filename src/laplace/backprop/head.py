@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.algebra import gram
+from laplace.algebra import gram, in_sums
 from laplace.backprop.activations import Stored
 from laplace.backprop.gradients import Basis, Covariance, Spread
 from laplace.backprop.uses import Outer
@@ -209,13 +209,14 @@ class HeadMoments:
 
     def products(self, vectors: Tensor) -> Tensor:
         """sum over n of J_n^T Lambda_n J_n u, some examples at a time."""
-        vectors = vectors.to(self.features[0])
+        vectors = in_sums(vectors.to(self.features[0]))
         step = max(1, _ROWS // (len(vectors) * self.curvature.n_outputs))
         total = torch.zeros_like(vectors)
         for start in range(0, self.n, step):
             part = self._part(slice(start, min(start + step, self.n)))
-            sent = part.curvature.times(_along(part.features, vectors, part.n, self.curvature.n_outputs)).mT
-            total += torch.cat([(sent @ a.expand(part.n, -1)).flatten(1) for a in part.features], 1)
+            features = [a.to(vectors) for a in part.features]
+            sent = part.curvature.times(_along(features, vectors, part.n, self.curvature.n_outputs)).mT
+            total += torch.cat([(sent @ a.expand(part.n, -1)).flatten(1) for a in features], 1)
         return total
 
     def trace(self) -> Tensor:
@@ -247,13 +248,13 @@ class HeadMoments:
             rows = torch.cat([_outer(u, a.expand(self.n, -1).repeat(k, 1)) for a in self.features], 1)
             total = gram(rows) if self.curvature.sign > 0 else gram(rows).neg_()
         if self.curvature.diagonal is not None:
-            total = self._add_diagonal(total, self.curvature.diagonal)
+            total = self._add_diagonal(total, self.curvature.exact_diagonal())
         assert total is not None
         return total
 
     def _add_diagonal(self, total: Tensor | None, d: Tensor) -> Tensor:
         """The part of diag(d): output c of one tensor meets only output c of another."""
-        d, n_outputs = d.double(), d.shape[1]
+        n_outputs = d.shape[1]
         widths = [a.shape[1] for a in self.features]
         ends = torch.tensor([n_outputs * w for w in widths]).cumsum(0).tolist()
         starts = [0, *ends[:-1]]

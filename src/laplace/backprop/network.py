@@ -17,7 +17,7 @@ from torch.func import vmap
 from torch.jit import ScriptModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from laplace.algebra import gram
+from laplace.algebra import gram, precise_gram
 from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
 from laplace.backprop.plan import EXAMPLES, Learned, Plan, make_plan, zeros_for
 from laplace.backprop.record import NotSeen, Recorded, Recorder
@@ -328,7 +328,7 @@ class NetworkMoments:
     def gram(self) -> Tensor:  # (P, P)
         total = None
         for rows in _rows(self.parameters, self.network):
-            term = gram(rows.flatten(0, 1))
+            term = precise_gram(rows.flatten(0, 1))
             total = term if total is None else total.add_(term)
         assert total is not None
         return total

@@ -17,7 +17,7 @@ from typing import TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from laplace.algebra import gram, total
+from laplace.algebra import precise_gram, total
 from laplace.backprop.activations import Activations, Stored, grams
 from laplace.backprop.gradients import Basis, Covariance, Spread, rotate_left, rotate_right
 
@@ -92,7 +92,7 @@ class Use(ABC):
         return total(self.contracted(part).square().sum((0, 1)) for part in self.parts())
 
     def gram(self) -> Tensor:  # (p, p)
-        return total(gram(self.contracted(part).flatten(0, 1)) for part in self.parts())
+        return total(precise_gram(self.contracted(part).flatten(0, 1)) for part in self.parts())
 
     @property
     def factors(self) -> tuple[int, int, int]:

@@ -91,6 +91,14 @@ class OutputCurvature:
         assert total is not None
         return total
 
+    def exact_diagonal(self) -> Tensor:  # (N, C)
+        """d in float64; with sign -1 such that rows of Lambda sum to zero whatever the rounding of probabilities."""
+        assert self.diagonal is not None
+        if self.vectors is None or self.sign > 0:
+            return self.diagonal.double()
+        u = self.vectors.double()
+        return (u * u.sum(-1, keepdim=True)).sum(0)
+
     def times(self, m: Tensor) -> Tensor:  # (S, N, C)
         """Lambda_n m for each of S vectors per example."""
         if self.vectors is None:
@@ -99,7 +107,8 @@ class OutputCurvature:
         if self.sign < 0:  # constants are sent to zero: taken out first, nothing cancels where p is nearly 1
             assert self.diagonal is not None
             m = m - m.gather(-1, self.diagonal.argmax(-1, keepdim=True).expand(*m.shape[:-1], 1))
-        outer = self.sign * torch.einsum("knc,snk->snc", self.vectors, torch.einsum("knc,snc->snk", self.vectors, m))
+        u = self.vectors.to(m)
+        outer = self.sign * torch.einsum("knc,snk->snc", u, torch.einsum("knc,snc->snk", u, m))
         return outer if self.diagonal is None else self.diagonal * m + outer
 
     def squares_in(self, basis: Tensor) -> Tensor:  # (C, C) -> (N, C)

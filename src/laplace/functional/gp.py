@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.algebra import Clipped, cholesky, clip, spectrum
 from laplace.backprop.gradients import Jacobian
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import OptionError, shown
@@ -64,10 +65,15 @@ class GPCurvature(FunctionCurvature):
         self.blocks, self.layout, self.dtype, self.independent = blocks, layout, dtype, independent
 
     @cached_property
-    def eigh(self) -> tuple[Tensor, Tensor]:
+    def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
         """Eigenvalues, not below zero, and eigenvectors of the whole kernel at unit precision."""
-        values, vectors = torch.linalg.eigh(torch.stack([*self.blocks]).sum(0))
-        return values.clamp(min=0), vectors
+        values, vectors = spectrum(torch.stack([*self.blocks]).sum(0))
+        values, clipped = clip(values, self.dtype)
+        return values, vectors, clipped
+
+    @property
+    def clipped(self) -> Clipped:
+        return self.eigh[2]
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> GPGaussian:
         scale = scale.double()
@@ -115,7 +121,7 @@ class Spectral(Solver):
 
     def __init__(self, curvature: GPCurvature, scale: Tensor, delta: Tensor) -> None:
         super().__init__(curvature, scale)
-        values, self.vectors = curvature.eigh
+        values, self.vectors, _ = curvature.eigh
         self.delta, self.values = delta, scale * values / delta  # of s K, (G, R)
         self._ones = [torch.ones_like(delta)] * len(self.layout.names)
 
@@ -153,7 +159,7 @@ class Cholesky(Solver):
         total = torch.eye(curvature.blocks[0].shape[-1], dtype=torch.float64, device=scale.device)
         for weight, block in zip(self.inverse, curvature.blocks, strict=True):
             total = total + (scale * weight) * block
-        self.root = torch.linalg.cholesky(total)
+        self.root = cholesky(total)
 
     def log_det_ratio(self) -> Tensor:
         return 2 * self.root.diagonal(dim1=1, dim2=2).log().sum()

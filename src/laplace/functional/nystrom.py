@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laplace.algebra import cholesky, spectrum
 from laplace.backprop.gradients import Jacobian, Moments
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import InputError, warn, whole_number
@@ -53,7 +54,7 @@ class Nystrom(Functional):
         return each + used * (DEFAULT_RANK if self.rank is None else self.rank), once
 
     def from_points(self, gradients: Gradients, points: int, layout: Layout) -> Sums:
-        values, vectors = torch.linalg.eigh(kernel(gradients, points))
+        values, vectors = spectrum(kernel(gradients, points))
         rank = self._rank(values)
         weights = (vectors[:, -rank:] * values[-rank:].rsqrt()).T  # (r, M C)
         steps: list[Tensor] = []
@@ -117,7 +118,7 @@ class NystromGaussian(FunctionGaussian):
 
     def __init__(self, curvature: NystromCurvature, prior: Tensor, precision: Tensor, deltas: Sequence[Tensor]) -> None:
         self.curvature, self.deltas = curvature, deltas
-        self.prior, self.root = torch.linalg.cholesky(prior), torch.linalg.cholesky(precision)
+        self.prior, self.root = cholesky(prior), cholesky(precision)
 
     def logdet(self) -> Tensor:
         ratio = 2 * (self.root.diagonal().log() - self.prior.diagonal().log()).sum()

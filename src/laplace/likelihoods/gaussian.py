@@ -16,7 +16,7 @@ from laplace.curvature.output import OutputCurvature
 from laplace.draws import Draws, normals_by_example
 from laplace.errors import InputError, OptionError, shown
 from laplace.likelihoods.base import Likelihood, Sums, Targets
-from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.outputs import OutputGaussian, lower_root
 from laplace.predictive.response import Latent, Outputs, Response, rowwise
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _observed(outputs: Outputs, noise: Tensor) -> Distribution:  # (N, C)
     covariance = outputs.covariance if isinstance(outputs, OutputGaussian) else None
     if covariance is None or noise.shape[1] == 1:
         return Normal(outputs.mean, (outputs.variance + noise).sqrt())
-    return MultivariateNormal(outputs.mean, covariance + noise.diag_embed())
+    return MultivariateNormal(outputs.mean, scale_tril=lower_root(covariance + noise.diag_embed()))
 
 
 def _checked_noise(values: Any) -> Tensor:

@@ -13,7 +13,7 @@ from laplace.backprop.gradients import Forward
 from laplace.batches import Inputs, Keys, prediction_batches
 from laplace.budget import Budget
 from laplace.draws import Draws, normals
-from laplace.errors import InputError, OptionError, UnsupportedError
+from laplace.errors import InputError, OptionError, UnsupportedError, shown
 from laplace.likelihoods import Likelihood
 from laplace.options import generator_or_none, pred_type_named, whole_number
 from laplace.positions import Positions
@@ -21,7 +21,7 @@ from laplace.posterior import Posterior
 from laplace.precision import plainly
 from laplace.predictive import predict as predicting
 from laplace.predictive.in_shape import InShape, PredictionAtPositions
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined, require_finite
 from laplace.predictive.prediction import Prediction
 from laplace.structures import Structure
 
@@ -107,7 +107,8 @@ class Predictable(ABC):
         inputs, shape = Inputs(x, model_kwargs, self._keys), InShape()
         with torch.set_grad_enabled(self.enable_backprop):
             if sampled:
-                samples = response.inverse_link(self._weight_draws(inputs, draws, True, shape))
+                drawn = response.inverse_link(self._weight_draws(inputs, draws, True, shape))
+                samples = require_finite(drawn, "the mean of the draws", 1)
                 return shape(samples.mean(0)) if link else (shape(samples.mean(0)), shape(samples.var(0)))
             if joint:
                 instead = "Take fewer inputs, or outputs=[...], or leave out joint=True."
@@ -359,7 +360,7 @@ class Predictable(ABC):
                 f"the {link} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
                 "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
             )
-        return p
+        return require_finite(p, f"the mean of {link}")
 
     def _predict(
         self, forward: Forward, link: str, draws: Draws, independent: bool | None
@@ -377,16 +378,18 @@ class Predictable(ABC):
         n = len(located)
         if outputs is None:
             return None if n == n_outputs else torch.tensor(located)
-        index = torch.as_tensor(outputs).reshape(-1)
+        try:
+            index = torch.as_tensor(outputs).reshape(-1)
+        except (TypeError, ValueError, RuntimeError):
+            index = torch.empty(0)
         if (
             refused
-            or index.is_floating_point()
-            or index.dtype is torch.bool
+            or index.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
             or not len(index)
             or int(index.min()) < 0
             or int(index.max()) >= n
         ):
             raise OptionError(
-                f"outputs={outputs!r} must be indices from 0 to {n - 1}, for regression with pred_type='glm'."
+                f"outputs={shown(outputs)} must be indices from 0 to {n - 1}, for regression with pred_type='glm'."
             )
         return index.long()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.algebra import spectrum
 from laplace.draws import Draws, normals_by_example
+from laplace.errors import NumericalError
 
 _CHUNK = 2**24  # elements drawn at a time
 
@@ -28,6 +30,8 @@ class OutputGaussian:
     covariance: Tensor | None = None
 
     def __post_init__(self) -> None:
+        require_finite(self.variance if self.covariance is None else self.covariance, "the variance of the outputs")
+        object.__setattr__(self, "variance", self.variance.clamp(min=0))  # differences may round to below
         if self.covariance is not None:  # rounding in float32 leaves it a little skewed
             object.__setattr__(self, "covariance", (self.covariance + self.covariance.mT) / 2)
 
@@ -68,13 +72,38 @@ class OutputSamples:
         yield self.samples
 
 
+def require_finite(values: Tensor, what: str, axis: int = 0) -> Tensor:
+    """What follows from finite outputs, one entry per input along an axis, refused where it is NaN or infinite."""
+    bad = ~values.isfinite()
+    if bad.any():
+        inputs = bad.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
+        raise NumericalError(
+            f"{what} is NaN or infinite at {len(inputs)} inputs, the first is number {inputs[0]}, though the outputs "
+            "are finite: it has overflowed, or the network has no derivative there. Raise the prior precision, scale "
+            "the inputs to about 1, or take model.double()."
+        )
+    return values
+
+
 def root(covariance: Tensor) -> Tensor:  # (N, C, C)
     """R with R R^T = covariance; Cholesky where it exists, the symmetric root of the others."""
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed.any():
-        values, vectors = torch.linalg.eigh(covariance[failed > 0])
+        values, vectors = spectrum(covariance[failed > 0])
         factor = factor.clone()
         factor[failed > 0] = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+    return factor
+
+
+def lower_root(covariance: Tensor) -> Tensor:  # (N, C, C)
+    """L, lower triangular with a positive diagonal; of matrices that are singular in this dtype a little is added."""
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if failed.any():
+        values, vectors = spectrum(covariance[failed > 0].double())
+        least = torch.finfo(covariance.dtype).eps * values[:, -1:].clamp(min=torch.finfo(covariance.dtype).tiny)
+        upper = torch.linalg.qr((vectors * torch.maximum(values, least).sqrt().unsqueeze(-2)).mT).R
+        factor = factor.clone()
+        factor[failed > 0] = (upper.mT * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(-2)).to(factor)
     return factor
 
 

@@ -11,7 +11,7 @@ from laplace.backprop.gradients import Forward, Jacobian
 from laplace.draws import Draws, normals
 from laplace.posterior import Posterior
 from laplace.predictive.links import onto_simplex
-from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.outputs import OutputGaussian, require_finite
 
 _CHUNK = 2**25  # elements of the weights drawn at a time
 
@@ -42,7 +42,7 @@ def sampled(
         moves = posterior.gaussian.color(eps)
         drawn = [run.perturbed(moves) if exact else run.outputs + run.linearised(moves) for run in runs()]
         parts.append(torch.cat(drawn, 1))
-    return torch.cat(parts)
+    return require_finite(torch.cat(parts), "the network under draws of the weights", 1)
 
 
 def gaussian_for(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Dirichlet, Distribution, MultivariateNormal, Normal
 
 from laplace.draws import Draws
-from laplace.errors import OptionError
+from laplace.errors import OptionError, shown
 from laplace.predictive.links import softmax
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 
@@ -63,9 +63,12 @@ class Prediction:
         Raises:
             OptionError: a q outside its range.
         """
-        levels = torch.as_tensor(q, dtype=self.mean.dtype, device=self.mean.device)
-        if levels.dim() > 1 or not ((levels > 0) & (levels < 1)).all():
-            raise OptionError(f"q={q!r} must be a number, or a vector of numbers, strictly between 0 and 1.")
+        try:
+            levels = torch.as_tensor(q, dtype=self.mean.dtype, device=self.mean.device)
+        except (TypeError, ValueError, RuntimeError):
+            levels = torch.tensor(torch.nan)
+        if levels.dim() > 1 or not len(levels.reshape(-1)) or not ((levels > 0) & (levels < 1)).all():
+            raise OptionError(f"q={shown(q)} must be a number, or a vector of numbers, strictly between 0 and 1.")
         if self.is_regression:
             spread = self.total.sqrt()
             return self.mean + spread * torch.special.ndtri(levels).reshape(*levels.shape, *[1] * spread.dim())
@@ -90,8 +93,12 @@ class Prediction:
         Raises:
             OptionError: a level outside its range.
         """
-        if not 0 < level < 1:
-            raise OptionError(f"level={level!r} must lie strictly between 0 and 1, as in interval(0.95).")
+        try:
+            inside = 0 < float(level) < 1
+        except (TypeError, ValueError, RuntimeError):
+            inside = False
+        if not inside:
+            raise OptionError(f"level={shown(level)} must lie strictly between 0 and 1, as in interval(0.95).")
         tails = self.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]))
         return tails[0], tails[1]
 

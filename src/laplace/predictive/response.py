@@ -12,7 +12,7 @@ from torch.distributions import Distribution, Normal
 from laplace.draws import Draws
 from laplace.errors import UnsupportedError, choice
 from laplace.predictive.links import Link
-from laplace.predictive.outputs import OutputGaussian, OutputSamples
+from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
 from laplace.predictive.prediction import Prediction
 
 Outputs = OutputGaussian | OutputSamples
@@ -57,8 +57,11 @@ class Response(ABC):
     def prediction(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str, draws: Draws) -> Prediction:
         """All of it together."""
         mean = outputs.mean[:, self.located(outputs.mean.shape[1])] if p is None else p
+        require_finite(mean, "the predictive mean")
+        epistemic, aleatoric = self.uncertainty(outputs, p, sigma, draws)
+        require_finite(epistemic + aleatoric, "the predictive uncertainty")
         distribution = self.distribution(outputs, p, sigma, link)
-        return Prediction(distribution, mean, *self.uncertainty(outputs, p, sigma, draws), outputs, self.inverse_link)
+        return Prediction(distribution, mean, epistemic, aleatoric, outputs, self.inverse_link)
 
     def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:  # (N,)
         """Of p(y given x, data)."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from laplace.algebra import Rows
+from laplace.algebra import Clipped, Rows
 from laplace.backprop.gradients import Jacobian, Moments
 from laplace.budget import Budget
 from laplace.weights.layout import Layout
@@ -96,6 +96,11 @@ class Curvature(ABC):
     """
 
     commutes: bool = True
+
+    @property
+    def clipped(self) -> Clipped:
+        """Eigenvalues that were below zero, where they are found."""
+        return Clipped()
 
     @abstractmethod
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from laplace.algebra import Clipped
 from laplace.backprop.gradients import JacobianOf
 from laplace.structures.base import Traces
 
@@ -57,6 +58,11 @@ class Block(ABC):
 
     shape: tuple[int, ...]
     commutes: bool = True
+
+    @property
+    def clipped(self) -> Clipped:
+        """What its own decomposition, if it has one, set to zero."""
+        return Clipped()
 
     @abstractmethod
     def gaussian(self, scale: Tensor, precision: Tensor) -> BlockGaussian:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from laplace.algebra import eigh, total
+from laplace.algebra import Clipped, eigh, total
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
 from laplace.budget import Budget
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces, require_pairs
@@ -50,7 +50,7 @@ class BlockDiagonal(Structure):
         decompose, parts = Eigh(dtype), by_tensor(sums, layout)
         shapes = zip(layout.names, layout.shapes, strict=True)
         blocks = [self.block(parts[name], shape, decompose) for name, shape in shapes]
-        return BlockCurvature(blocks, layout, self.budget)
+        return BlockCurvature(blocks, layout, self.budget, decompose.clipped)
 
 
 def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
@@ -65,9 +65,13 @@ def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
 class BlockCurvature(Curvature):
     """H of independent blocks."""
 
-    def __init__(self, blocks: Sequence[Block], layout: Layout, budget: Budget) -> None:
-        self.blocks, self.layout, self.budget = list(blocks), layout, budget
+    def __init__(self, blocks: Sequence[Block], layout: Layout, budget: Budget, of_factors: Clipped) -> None:
+        self.blocks, self.layout, self.budget, self._of_factors = list(blocks), layout, budget, of_factors
         self.commutes = all(block.commutes for block in self.blocks)
+
+    @property
+    def clipped(self) -> Clipped:
+        return sum((block.clipped for block in self.blocks), self._of_factors)
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> BlockDiagonalGaussian:
         pairs = zip(self.blocks, precision, strict=True)
@@ -147,7 +151,7 @@ class Eigh:
     """Eigendecomposition of positive semi-definite matrices; equal ones (a layer's weight and bias) only once."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self.clipped = dtype, Clipped()
         self.seen: list[tuple[Tensor, tuple[Tensor, Basis]]] = []
         self.bases: list[Basis] = []
 
@@ -155,7 +159,8 @@ class Eigh:
         for other, result in self.seen:
             if other.shape == matrix.shape and torch.equal(other, matrix):
                 return result
-        values, vectors = eigh(matrix, self.dtype)
+        values, vectors, clipped = eigh(matrix, self.dtype)
+        self.clipped += clipped
         result = values, Basis(vectors)
         self.seen.append((matrix, result))
         return result

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH, SYMMETRIC
+from laplace.algebra import EIGH, SYMMETRIC, Clipped
 from laplace.backprop.gradients import JacobianOf, MomentsOf
 from laplace.structures.base import Contribution, Gaussian, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
@@ -55,6 +55,10 @@ class DenseBlock(Block):
     def __init__(self, h: Tensor, shape: tuple[int, ...], dtype: torch.dtype, semidefinite: bool = True) -> None:
         self.shape = shape
         self.whole = FullCurvature(h.double(), Layout(("block",), (shape,)), dtype, semidefinite)
+
+    @property
+    def clipped(self) -> Clipped:
+        return self.whole.clipped
 
     def gaussian(self, scale: Tensor, precision: Tensor) -> DenseGaussian:
         return DenseGaussian(self.whole.gaussian(scale, [precision]))

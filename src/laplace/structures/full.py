@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH, SYMMETRIC, check_positive
+from laplace.algebra import EIGH, SYMMETRIC, Clipped, check_positive, clip, spectrum
 from laplace.backprop.gradients import Covariance, Jacobian, Moments
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
 from laplace.weights.layout import Layout
@@ -47,15 +47,19 @@ class FullCurvature(Curvature):
         self.semidefinite = semidefinite
 
     @cached_property
-    def eigh(self) -> tuple[Tensor, Tensor]:
+    def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
         """Eigenvalues, not below zero, and eigenvectors of H; in float64, whose rounding is far below any prior."""
-        values, vectors = torch.linalg.eigh(self.h)
-        values = values.clamp(min=0) if self.semidefinite else values
-        return values.to(self.dtype), vectors.to(self.dtype)
+        values, vectors = spectrum(self.h)
+        values, clipped = clip(values, self.dtype) if self.semidefinite else (values, Clipped())
+        return values.to(self.dtype), vectors.to(self.dtype), clipped
+
+    @property
+    def clipped(self) -> Clipped:
+        return self.eigh[2]
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
         if all(d is precision[0] and d.numel() == 1 for d in precision):
-            values, vectors = self.eigh
+            values, vectors, _ = self.eigh
             total = scale * values + precision[0].reshape(())
             check_positive(total)
             return SpectralGaussian(total, vectors, self.layout)
@@ -158,7 +162,7 @@ class CholeskyGaussian(_Dense):
         self.precision, self.layout, self.dtype = precision, layout, dtype
         self.factor, failed = torch.linalg.cholesky_ex(precision)
         if failed:
-            check_positive(torch.linalg.eigvalsh(precision.detach()))
+            check_positive(torch.linalg.eigvalsh(precision.detach()), rounded=True)
 
     def logdet(self) -> Tensor:
         return 2 * self.factor.diagonal().log().sum()

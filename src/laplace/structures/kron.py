@@ -17,9 +17,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH, SYMMETRIC, Rows
+from laplace.algebra import EIGH, SYMMETRIC, Rows, check_positive
 from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread, rotate_left, rotate_right
-from laplace.errors import NumericalError, OptionError
+from laplace.errors import NumericalError, OptionError, shown
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
@@ -41,8 +41,8 @@ class Kron(BlockDiagonal):
     prior_structures = ("scalar", "layerwise")
 
     def __init__(self, damping: bool | str = False, weight_sharing: str = "expand") -> None:
-        if damping not in DAMPINGS:
-            raise OptionError(f"damping={damping!r} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
+        if not isinstance(damping, (bool, str)) or damping not in DAMPINGS:
+            raise OptionError(f"damping={shown(damping)} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
         self.damping, self.weight_sharing = damping, weight_sharing
 
     def block_sums(self, moments: MomentsOf) -> Contribution:
@@ -130,7 +130,9 @@ class EigenbasisBlock(Block):
                 f"a prior precision per weight ({precision.numel()} values for one tensor) has no Kronecker form. Give "
                 "a scalar or one value per tensor, or take hessian_structure='full', 'diag', 'block' or 'inf'."
             )
-        return KronGaussian(self.eigenvalues(scale, precision.reshape(())), self)
+        eigenvalues = self.eigenvalues(scale, precision.reshape(()))
+        check_positive(eigenvalues)
+        return KronGaussian(eigenvalues, self)
 
     def matrix(self) -> Tensor:
         one = self.like.new_ones(())

@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from laplace.algebra import cholesky
+
 
 class Columns(Protocol):
     """U, read in pieces."""
@@ -52,7 +54,7 @@ class DiagonalPlusLowRank:
     @cached_property
     def root(self) -> Tensor:  # (k, k)
         """L, lower triangular."""
-        return torch.linalg.cholesky(self.inner)
+        return cholesky(self.inner)
 
     @cached_property
     def inverse_root(self) -> Tensor:  # (k, k)
@@ -66,7 +68,7 @@ class DiagonalPlusLowRank:
 
     def color(self, eps: Tensor) -> Tensor:  # (S, p) -> (S, p)
         """Standard normal noise turned into draws by a root that depends on no basis of U's columns."""
-        solve = torch.linalg.cholesky(self.inner + symmetric_root(self.inner))
+        solve = cholesky(self.inner + symmetric_root(self.inner))
         inside = eps.new_zeros(len(eps), len(self.w), dtype=self.d.dtype)
         for part, rows in self._white_rows():
             inside = inside + eps[:, part].double() @ rows

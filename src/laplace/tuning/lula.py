@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.algebra import cholesky
 from laplace.backprop import Head
 from laplace.batches import Inputs, Keys, device_of, prediction_batches
 from laplace.budget import Budget
@@ -113,7 +114,7 @@ def variances(phi: Tensor, far: Tensor, beta: float, delta: float) -> tuple[Tens
     """Means over both sets of phi^T (beta A + delta I)^-1 phi, with A the mean of phi phi^T over the first."""
     phi, far = phi.double(), far.double()
     precision = beta / len(phi) * phi.T @ phi + delta * torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device)
-    root = torch.linalg.cholesky(precision)
+    root = cholesky(precision)
     inside, outside = (torch.linalg.solve_triangular(root, part.T, upper=False) for part in (phi, far))
     return inside.square().sum(0).mean(), outside.square().sum(0).mean()
 

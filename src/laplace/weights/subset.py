@@ -24,6 +24,8 @@ class Last(Subset):
     label = "last_layer"
 
     def __init__(self, name: str | None, reduction: str | None) -> None:
+        if name is not None and not isinstance(name, str):
+            raise OptionError(f"last_layer_name={shown(name)} must be the name of a module, as in 'head'.")
         self.name, self.reduction = name, reduction
 
     def find(self, model: nn.Module, inputs: Inputs) -> LastLayer:
