@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace.algebra import GramSum, Rows, gram, in_sums
 from laplace.backprop.gradients import Forward, Moments
 from laplace.batches import Batch, Inputs
-from laplace.budget import Budget, in_bytes, keep_freed_memory
+from laplace.budget import Budget, in_bytes
 from laplace.checkpoints.progress import Progress
 from laplace.counting import counted
 from laplace.curvature import CURVATURES, OutputCurvature
@@ -82,7 +82,6 @@ class Accumulator:
 
     def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         """Run over all batches, and over those of `again` as often as the structure asks for."""
-        keep_freed_memory()
         self._resume()
         while True:
             try:

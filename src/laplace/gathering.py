@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from laplace.batches import Batch
+from laplace.budget import keep_freed_memory
 
 
 class Group:
@@ -57,7 +58,7 @@ def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batc
 
     The order is that of the draws.
     """
-    group, kind = None, None
+    group, kind, joining = None, None, False
     for batch in batches:
         space, of = room(), _kind(batch)
         alone = of is None or 2 * len(batch.y) > space  # no other will fit beside it
@@ -67,7 +68,9 @@ def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batc
         if alone:
             yield batch
         elif group is None:
-            group, kind = Group(batch, space), of
+            if not joining:
+                keep_freed_memory()
+            group, kind, joining = Group(batch, space), of, True
         else:
             group.add(batch)
     if group is not None:
