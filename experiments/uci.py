@@ -90,11 +90,11 @@ def report_all(folder: str | None, quick: bool, sets: Iterable[str] = DROPOUT, s
         ]
         for name in sets
     }
-    print(f"\n{'':10s}{'RMSE':>18s}{'dropout':>10s}{'log-likelihood':>20s}{'dropout':>10s}")
+    print(f"\n{'':10s}{'splits':>8s}{'RMSE':>18s}{'dropout':>10s}{'log-likelihood':>20s}{'dropout':>10s}")
     for name, runs in found.items():
         cells = [f"{mean(runs, key):.3f} ± {deviation(runs, key):.3f}" for key in ("rmse", "log_likelihood")]
         rmse, log_likelihood = DROPOUT[name]
-        print(f"{name:10s}{cells[0]:>18s}{rmse:>10.2f}{cells[1]:>20s}{log_likelihood:>10.2f}")
+        print(f"{name:10s}{len(runs):8d}{cells[0]:>18s}{rmse:>10.2f}{cells[1]:>20s}{log_likelihood:>10.2f}")
 
 
 if __name__ == "__main__":
