@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import oracle
 from exact import assert_close
 from laplace import Laplace
+from laplace.errors import ModelError
 from networks import cut
 
 pytestmark = [
@@ -153,10 +154,17 @@ def distilbert() -> nn.Module:
     return transformers.DistilBertForSequenceClassification(config)
 
 
-def gpt2() -> nn.Module:
+def gpt2(tied: bool = True) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        vocab_size=7, n_positions=5, n_embd=4, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=7,
+        n_positions=5,
+        n_embd=4,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=tied,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -191,6 +199,30 @@ def test_gpt2(structure):
     assert rules["wte.weight"] == "embedding + linear"
     assert rules["h.0.attn.c_attn.weight"] == "conv1d of transformers"
     assert set(rules.values()) == {"embedding + linear", "embedding", "conv1d of transformers", "norm"}
+
+
+class OnLastToken(nn.Module):
+    """The same as `OfIds`, its head called on the last token alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model.lm_head(self.model.transformer(input_ids=ids.long()).last_hidden_state[:, -1])
+
+
+def test_the_last_layer_of_gpt2():
+    """A head of its own, whose last token alone counts; a tied one is refused, and said."""
+    torch.manual_seed(0)
+    ids, model = torch.randint(1, 7, (5, 4)).double(), moved(gpt2(tied=False).double())
+    assert_whole(OfIds(model), ids, "classification", "last_layer", "diag")
+    la = assert_whole(OnLastToken(model), ids, "classification", "last_layer", "kron")
+    other = Laplace(OfIds(model), "classification").fit(cut(ids, torch.arange(5), [3, 1]))
+    assert_close(other.H.to_matrix(), la.H.to_matrix())
+    assert_close(other(ids), la(ids))
+    with pytest.raises(ModelError, match="'model.lm_head' is tied to another module"):
+        Laplace(OfIds(gpt2()), "classification").fit(cut(ids, torch.arange(5), 5))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
