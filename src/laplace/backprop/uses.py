@@ -120,7 +120,7 @@ class Use(ABC):
 
     def variance(self, spread: Spread) -> Tensor:  # (N, K)
         r = spread.variances.flatten()
-        return torch.cat([(self.rotated(part, spread).flatten(2).square() @ r).T for part in self.parts()])
+        return torch.cat([_weighed(self.rotated(part, spread).flatten(2).square(), r) for part in self.parts()])
 
     def covariance(self, spread: Spread) -> Tensor:  # (N, K, K)
         root = spread.variances.sqrt().flatten()
@@ -499,6 +499,11 @@ def along(uses: Sequence[Use], steps: Sequence[Tensor]) -> Tensor:  # (S, p) eac
 def split(steps: Tensor, uses: Sequence[Use]) -> Sequence[Tensor]:  # (S, P) -> (S, p) each
     """Steps of several parameters together cut into those of each."""
     return steps.split([use.weights for use in uses], 1)
+
+
+def _weighed(x: Tensor, weights: Tensor) -> Tensor:  # (K, n, p), (p,) -> (n, K)
+    """Sums with weights, in the order in which x lies in memory: rows apart from each other cost several times more."""
+    return x.transpose(0, 1) @ weights if x.stride(0) < x.stride(1) else (x @ weights).T
 
 
 def combined(uses: list[Use]) -> Use:
