@@ -52,7 +52,7 @@ def flat(value):
 
 
 def assert_same(a, b, x):
-    """Bit by bit the same state; what is computed of it may round by where in memory it lies, or vectors are sent back."""
+    """Bit by bit the same state; what is computed of it may round, by where it lies and how vectors are sent back."""
     left, right = state_without_inputs(a), state_without_inputs(b)
     assert left.keys() == right.keys()
     for key, value in left.items():
