@@ -90,6 +90,35 @@ def test_kronecker_factors_are_their_formula(case, sharing):
     assert la.coverage().rows[0].kept == "kron 7 x 3"
 
 
+class Counted(nn.Module):
+    """A bag as the linear map of how often, and how much, each token is in it."""
+
+    def __init__(self, bag: Bag, shares: Tensor) -> None:  # (7,): what one token of each kind adds
+        super().__init__()
+        self.embed, self.mix, self.head, self.shares = nn.Linear(7, 3, bias=False), bag.mix, bag.head, shares
+        self.embed.weight.data = bag.embed.weight.data.T.contiguous()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        counts = nn.functional.one_hot(ids.long(), 7).double().sum(1) * self.shares
+        return self.head(torch.tanh(self.mix(self.embed(counts))))
+
+
+@pytest.mark.parametrize(
+    ("case", "shares"),
+    [("bags with offsets", [0.25] * 7), ("bags with weights", [0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])],
+)
+def test_kronecker_factors_of_bags_are_those_of_what_is_in_them(case, shares):
+    model, x = network(case)
+    same, y = Counted(model, torch.tensor(shares, dtype=torch.float64)), labels("regression", len(x), 2)
+    assert_close(same(x), model(x))
+    names = [k for k, _ in same.named_parameters()]
+    b_and_a = oracle.kron_all(same, names, x, torch.eye(2, dtype=torch.float64).expand(11, 2, 2))["embed.weight"]
+    mask = torch.eye(7, dtype=torch.float64).reshape(1, 7, 1, 7)
+    expected = (b_and_a.reshape(3, 7, 3, 7) * mask).permute(1, 0, 3, 2).reshape(21, 21)  # A's diagonal, and in front
+    la = Laplace(model, "regression", "all", "kron").fit(cut(x, y, [5, 1, 9]))
+    assert_close(la.H.to_matrix()[:21, :21], expected)
+
+
 @pytest.mark.parametrize("structure", ["kron", "ekfac", "inf", "diag", "block"])
 def test_every_structures_gaussian_gives_its_own_variances(structure):
     model, x = network("padding")
