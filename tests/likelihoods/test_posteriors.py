@@ -402,3 +402,17 @@ def test_likelihood_objects_and_names_mean_the_same():
     close(
         Laplace(model, Gaussian()).fit([(x, y)]).H.to_matrix(), Laplace(model, "regression").fit([(x, y)]).H.to_matrix()
     )
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_class_weights_are_the_weights_of_the_examples_of_each_class(subset, structure):
+    model, x, _, y = problem("classification")
+    weights = torch.linspace(0.5, 2, int(model(x).shape[1]), dtype=torch.float64)
+    by_class = Laplace(model, Categorical(class_weights=weights), subset, structure).fit(cut(x, y, [5, 7]))
+    by_example = Laplace(model, "classification", subset, structure)
+    by_example.fit([(x[:5], y[:5], weights[y[:5]]), (x[5:], y[5:], weights[y[5:]])])
+    close(by_class.log_marginal_likelihood(), by_example.log_marginal_likelihood())
+    close(by_class(x), by_example(x))
+    plain = Laplace(model, "classification", subset, structure).fit(cut(x, y, [5, 7]))
+    assert not torch.allclose(by_class(x), plain(x))
