@@ -80,7 +80,8 @@ def test_predictions_do_not_depend_on_the_chunks_of_the_last_layer(structure, ta
         lambda: _scores(la, x, y, task),
     ]
     expected = [call() for call in calls]
-    monkeypatch.setattr("laplace.backprop.head._CHUNK", chunk)
+    monkeypatch.setattr("laplace.backprop.head_moments._CHUNK", chunk)
+    monkeypatch.setattr("laplace.backprop.head_jacobian._CHUNK", chunk)
     for call, value in zip(calls, expected, strict=True):
         la.prior_precision = 1.0
         torch.testing.assert_close(call(), value)

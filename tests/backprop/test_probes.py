@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import oracle
 from exact import assert_close, assert_exact, labels
 from laplace import Laplace
-from laplace.backprop import plan
+from laplace.backprop import audit
 from laplace.backprop.network import NetworkForward
 from traps import Net, inputs, seeded
 
@@ -121,8 +121,8 @@ def test_a_batch_that_cannot_be_cut_is_probed_with_few_vectors(monkeypatch):
         def forward(self, x: Tensor, count: Tensor) -> Tensor:
             return self.head(torch.tanh(self.a(x)) * self.scale) * count
 
-    sent, probes = plan._sent, []
-    monkeypatch.setattr(plan, "_sent", lambda f, edges, v, made: probes.append(len(v)) or sent(f, edges, v, made))
+    sent, probes = audit._sent, []
+    monkeypatch.setattr(audit, "_sent", lambda f, edges, v, made: probes.append(len(v)) or sent(f, edges, v, made))
     model = seeded(Counted).eval()
     x, y = inputs(40, 4), labels("regression", 40, 2)
     two = torch.tensor(2.0, dtype=torch.float64)

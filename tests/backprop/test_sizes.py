@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from laplace.backprop.activations import Stored
 from laplace.backprop.entries import Entries, at
-from laplace.backprop.uses import Dense, Outer, Sum
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import Dense, Sum
 from laplace.functional.points import Points
 
 K, N, ROWS, COLUMNS = 3, 20, 5, 7

@@ -11,7 +11,7 @@ from torch import nn
 from exact import assert_close
 from laplace import Laplace
 from laplace.backprop.activations import Stored
-from laplace.backprop.uses import Outer
+from laplace.backprop.outer import Outer
 from laplace.batches import Inputs
 from laplace.curvature import OutputCurvature
 from laplace.errors import InputError, MemoryBudgetError, OptionError, UnsupportedError

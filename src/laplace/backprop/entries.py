@@ -8,8 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from laplace.backprop.outer import Outer, contract
 from laplace.backprop.transposed import Transposed
-from laplace.backprop.uses import Dense, Outer, Sum, Use, contract
+from laplace.backprop.uses import Dense, Sum, Use
 
 _WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from laplace.backprop.activations import grams
 from laplace.backprop.gradients import Basis, Spread, rotate_right
-from laplace.backprop.uses import Use, all_pairs
-
-_ALL = slice(None)
+from laplace.backprop.uses import EVERY, Use, all_pairs
 
 
 @dataclass
@@ -133,7 +131,7 @@ class Lookup(Use):
 
         return all_pairs(rows, rows, list(self._pieces(len(here))))
 
-    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
+    def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:
         found, h = self._found
         tables = steps.unflatten(1, (self.rows, -1))
         each = [
@@ -150,7 +148,7 @@ class Lookup(Use):
         return self._found[1].square().sum()
 
     def settled(self, part: slice) -> Use:
-        return replace(self, ids=self.ids[part], share=self.share[part], g=self.g[:, part])
+        return replace(self, ids=self.ids[part], share=self.share[part], g=self.g[:, part]).within(self.chunk)
 
     def load(self, steps: int) -> int:
         k, _, _, d = self.g.shape
@@ -202,7 +200,7 @@ class Lookup(Use):
         flat = values.flatten(1, 2)
         return flat.new_zeros(len(flat), self.rows, flat.shape[2]).index_add(1, self._found[0].flatten(), flat)
 
-    def _pieces(self, rows: int = 0, among: slice = _ALL) -> Iterator[slice]:
+    def _pieces(self, rows: int = 0, among: slice = EVERY) -> Iterator[slice]:
         """Slices of examples whose gradients, written out on so many rows, are small enough."""
         k, n, u, d = self._found[1].shape
         first, last, _ = among.indices(n)

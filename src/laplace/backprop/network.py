@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace.algebra import gram, precise_gram
 from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
-from laplace.backprop.plan import EXAMPLES, Learned, Plan, make_plan, zeros_for
+from laplace.backprop.audit import EXAMPLES, make_plan
+from laplace.backprop.plan import Learned, Plan, zeros_for
 from laplace.backprop.record import NotSeen, Recorded, Recorder
 from laplace.backprop.uses import Dense, Use, Written, along, split
 from laplace.batches import Inputs
@@ -221,6 +222,9 @@ class NetworkForward:
 
     def perturbed(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """The network run with each of the moved weights, on the replica's shared memory: nothing is written to."""
+        together = self.network.budget.count(8 * self.dtype.itemsize * self.plan.width * self.f.shape[0], share=0.5)
+        if len(steps) > together:
+            return torch.cat([self.perturbed(part) for part in steps.split(together)])
         layout, replica = self.network.weights.layout, self.network.replica
         parameters = dict(replica.named_parameters())
         tensors = layout.moved([parameters[name].detach() for name in layout.names], steps)
@@ -228,10 +232,6 @@ class NetworkForward:
 
         def run(chosen: dict[str, Tensor]) -> Tensor:
             return self.network.readable(self.inputs, self.plan).call_with(replica, chosen)
-
-        together = self.network.budget.count(8 * self.dtype.itemsize * self.plan.width * self.f.shape[0], share=0.5)
-        if len(steps) > together:
-            return torch.cat([self.perturbed(part) for part in steps.split(together)])
 
         with torch.inference_mode(False), quiet():
             try:
@@ -370,6 +370,6 @@ def _rows(uses: list[Use], network: Network) -> Iterator[Tensor]:
     """The gradients of all parameters side by side, (K, n, P), for some examples at a time."""
     k, n, _ = uses[0].shape
     width = sum(use.shape[2] for use in uses)
-    step = network.budget.count(network.item_size * k * width, share=0.25)
+    step = network.budget.count((network.item_size + 8) * k * width, share=0.25)  # 8: their copy in float64
     for start in range(0, n, step):
         yield torch.cat([use.contracted(slice(start, min(start + step, n))) for use in uses], 2)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from laplace.algebra import total
 from laplace.backprop.gradients import Basis, Spread
-from laplace.backprop.uses import Outer, Use
-
-_ALL = slice(None)
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import EVERY, Use
 
 
 @dataclass
@@ -99,7 +98,7 @@ class Stacked(Use):
         parts = self._parted(spread)
         return super().joint(spread) if parts is None else total(o.joint(s) for o, s in parts)
 
-    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
+    def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:
         parts = steps.chunk(len(self.outers), 1)
         return total(outer.along(some, part) for outer, some in zip(self._chunked, parts, strict=True))
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Basis, Spread
-from laplace.backprop.uses import Outer, Use
-
-_ALL = slice(None)
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import EVERY, Use
 
 
 @dataclass
@@ -98,7 +97,7 @@ class Transposed(Use):
     def joint(self, spread: Spread) -> Tensor:
         return self._chunked.joint(self._spread(spread))
 
-    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
+    def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:
         groups, i, o = self.factors
         return self._chunked.along(steps.unflatten(1, (groups, i, o)).mT.flatten(1), part)
 

@@ -1,27 +1,24 @@
 """The algebra on (a, g): what structures and posteriors ask of one parameter's uses in one batch.
 
-`Outer` is a parameter whose per-example gradient is a sum of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T, in
-one or more groups; `Dense` holds G itself, and `Sum` adds uses of different kinds. All answer the same questions
-(`MomentsOf` while fitting, `JacobianOf` while predicting, where the k are the outputs). G is contracted for some
-examples at a time, and never kept.
+`Use` answers all questions (`MomentsOf` while fitting, `JacobianOf` while predicting, where the k are the outputs) from
+G, the per-example gradients, which are contracted for some examples at a time and never kept. `Dense` holds G itself,
+`Sum` adds uses of different kinds; `Outer`, in outer.py, has G = sum_t g a^T and mostly need not contract it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TypeGuard, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from laplace.algebra import precise_gram, total
-from laplace.backprop.activations import Activations, Stored, grams
 from laplace.backprop.gradients import Basis, Covariance, Spread, rotate_left, rotate_right
 
-_ALL = slice(None)
+EVERY = slice(None)  # example
 Kind = TypeVar("Kind", bound="Use")
 
 
@@ -80,7 +77,7 @@ class Use(ABC):
         """Numbers per example that are written out to contract G, besides G."""
         return 0
 
-    def parts(self, among: slice = _ALL) -> Iterator[slice]:
+    def parts(self, among: slice = EVERY) -> Iterator[slice]:
         """Slices of examples whose G is small enough."""
         k, n, p = self.shape
         first, last, _ = among.indices(n)
@@ -142,7 +139,7 @@ class Use(ABC):
 
         return all_pairs(rows, rows, list(self.parts()))
 
-    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:  # (S, p) -> (S, n, K)
+    def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:  # (S, p) -> (S, n, K)
         """<G, step> of some examples: the change of the outputs to first order."""
         return torch.cat([torch.einsum("knp,sp->snk", self.contracted(s), steps) for s in self.parts(part)], 1)
 
@@ -272,225 +269,6 @@ class Sum(Use):
         return Sum([use.double() for use in self.uses]).within(self.chunk)
 
 
-@dataclass
-class Outer(Use):
-    """sum_t g a^T in groups; `reduce` takes positions together before the Kronecker factors are formed."""
-
-    a: Activations
-    g: Tensor  # (K, N, Gr, O, T)
-    reduce: bool = False
-    first: bool = True
-    twin: Outer | None = None  # for a bias: the weight that it goes with
-    summed: bool = False  # a bias: further uses are added, not further positions
-    _last: tuple[Basis | None, Tensor] | None = field(default=None, init=False, repr=False)
-    form = "kron"
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        k, n, groups, o, _ = self.g.shape
-        return k, n, groups * o * self.a.shape[2]
-
-    @property
-    def factors(self) -> tuple[int, int, int]:
-        """Gr, O and I."""
-        return self.g.shape[2], self.g.shape[3], self.a.shape[2]
-
-    @property
-    def positions(self) -> int:  # type: ignore[override]
-        """T."""
-        return self.g.shape[4]
-
-    @property
-    def held(self) -> int:
-        _, groups, i, t = self.a.shape
-        return groups * i * t if t > 1 else 0
-
-    def contracted(self, part: slice) -> Tensor:
-        return contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.g.nbytes + self.a.nbytes
-
-    def joined(self, others: list[Use]) -> Outer:
-        outers = [self, *(use for use in others if isinstance(use, Outer))]
-        if all(use.summed for use in outers):
-            return replace(self, g=torch.stack([use.g for use in outers]).sum(0), twin=None)
-        a = torch.cat([use._all() for use in outers], 3)
-        return Outer(Stored(a), torch.cat([use.g for use in outers], 4), self.reduce, self.first)
-
-    def inputs(self) -> tuple[Tensor, float]:
-        n, _, _, t = self.a.shape
-        if self.counts is not None:
-            return self._counted(self.counts)
-        return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
-
-    def _counted(self, counts: Tensor) -> tuple[Tensor, float]:  # (N, T or 1)
-        """The same where examples or positions count differently, some examples at a time.
-
-        `reduce` averages over the positions as they count; an example counts as its position that counts most.
-        """
-        counts = counts.to(self.g.dtype).expand(-1, self.positions)
-        scale = counts.sqrt()
-        if self.reduce:
-            shares = counts / counts.sum(1, keepdim=True).clamp(min=torch.finfo(counts.dtype).tiny)
-            counts = counts.amax(1, keepdim=True)
-            scale = shares * counts.sqrt()
-        rows = (self.a.read(part).to(self.g.dtype) * scale[part, None, None] for part in self.parts())
-        found = total(grams(a.sum(3, keepdim=True) if self.reduce else a) for a in rows)
-        return found, float(counts.double().sum())
-
-    def input_rows(self) -> Tensor | None:
-        n, groups, i, t = self.a.shape
-        alike = self.counts is None
-        return self._all().reshape(n, i) if alike and groups == 1 and t == 1 and i > 1 else None
-
-    def some(self, vectors: slice) -> Outer:
-        return replace(self, g=self.g[vectors], twin=None).within(self.chunk)
-
-    def outputs(self) -> Tensor:
-        return self._same_g._output_gram
-
-    def output_squares(self) -> Tensor:
-        g = self.g.sum(4, keepdim=True) if self.reduce else self.g
-        return g.square().sum((0, 1, 4))
-
-    @cached_property
-    def _output_gram(self) -> Tensor:
-        g = self.g.sum(4, keepdim=True) if self.reduce else self.g
-        return grams(g.flatten(0, 1))
-
-    def squares(self) -> Tensor:
-        if self.positions > 1:
-            return super().squares()
-        a = self._all()[..., 0].square()  # (N, Gr, I)
-        return torch.einsum("ngo,ngi->goi", self.g[..., 0].square().sum(0), a).flatten()
-
-    def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:  # (Gr, O, I)
-        if self.positions > 1:
-            bases = Spread(self.g.new_ones(()).expand(self.factors), left, right)
-            return total(self.rotated(part, bases).square().sum((0, 1)) for part in self.parts())
-        g = self._turned(left).square().sum(0).unflatten(1, self.g.shape[2:4])  # (N, Gr, O)
-        return torch.einsum("nvo,nvi->voi", g, self._turned_input_squares(right))
-
-    def rotated(self, part: slice, spread: Spread) -> Tensor:
-        """Rotates on whichever side of the contraction is cheaper: activations, or what they are contracted to."""
-        if not self._own_bases(spread):
-            return super().rotated(part, spread)
-        a, g = self.a.read(part).to(self.g.dtype), self.g[:, part]
-        k, _, _, o, t = g.shape
-        early_right, early_left = t <= k * o, t <= a.shape[2]
-        out = contract(
-            rotate_left(a, spread.right if early_right else None), rotate_left(g, spread.left if early_left else None)
-        )
-        out = out if early_right else rotate_right(out, spread.right)
-        return out if early_left else rotate_left(out, spread.left)
-
-    def variance(self, spread: Spread) -> Tensor:
-        if self.positions > 1 or not self._own_bases(spread):
-            return super().variance(spread)
-        return torch.einsum("knv,nv->nk", self._turned(spread.left).square(), self._weights(spread))
-
-    def covariance(self, spread: Spread) -> Tensor:
-        if self.positions > 1 or not self._own_bases(spread):
-            return super().covariance(spread)
-        g = self._turned(spread.left).transpose(0, 1)  # (N, K, Gr * O)
-        return (g * self._weights(spread).unsqueeze(1)) @ g.mT
-
-    def along(self, steps: Tensor, part: slice = _ALL) -> Tensor:
-        if self.positions > 1:
-            return super().along(steps, part)
-        g = self.g[:, part, ..., 0]
-        _, n, groups, o = g.shape
-        a, found = self.a.read(part).to(g.dtype)[..., 0], []
-        for some in steps.unflatten(1, (groups, o, -1)).split(max(1, self.chunk // (n * groups * o))):
-            moved = torch.einsum("nvi,svoi->snvo", a, some)
-            found.append(torch.einsum("knvo,snvo->snk", g, moved))
-        return torch.cat(found)
-
-    def back(self, coefficients: Tensor) -> Tensor:
-        if self.positions > 1:
-            return super().back(coefficients)
-        g, a, found = self.g[..., 0], self._all()[..., 0], []
-        for some in coefficients.split(max(1, self.chunk // g[0].numel())):
-            sent = torch.einsum("snk,knvo->snvo", some, g)
-            found.append(torch.einsum("snvo,nvi->svoi", sent, a).flatten(1))
-        return torch.cat(found)
-
-    def trace(self) -> Tensor:
-        if self.positions > 1:
-            return super().trace()
-        return (self.g[..., 0].square().sum((0, 3)) * self._all()[..., 0].square().sum(2)).sum()
-
-    def settled(self, part: slice) -> Use:
-        if self.positions > 1:
-            return super().settled(part)
-        return replace(self, a=Stored(self.a.read(part)), g=self.g[:, part], twin=None).within(self.chunk)
-
-    def load(self, steps: int) -> int:
-        if self.positions > 1:
-            return super().load(steps)
-        k, _, groups, o, _ = self.g.shape
-        return groups * ((k + steps) * o + self.a.shape[2]) + k * steps
-
-    def cross(self, other: Use) -> Tensor:
-        if not self._single(other):
-            return super().cross(other)
-        aa = self._input_products(other)  # (Gr, N, M)
-        g, h = (use.g[..., 0].permute(2, 1, 0, 3) for use in (self, other))  # (Gr, N, K, O)
-        total = None
-        for x, y, a in zip(g, h, aa, strict=True):
-            term = (x.flatten(0, 1) @ y.flatten(0, 1).T).unflatten(1, y.shape[:2]).unflatten(0, x.shape[:2])
-            term.mul_(a[:, None, :, None])  # in place: these are large
-            total = term if total is None else total.add_(term)
-        assert total is not None
-        return total
-
-    def cross_each(self, other: Use) -> Tensor:
-        if not self._single(other):
-            return super().cross_each(other)
-        g, h = (use.g[..., 0].permute(2, 0, 1, 3) for use in (self, other))  # (Gr, K, N, O)
-        return (self._input_products(other).unsqueeze(1) * (g @ h.mT)).sum(0)
-
-    def double(self) -> Outer:
-        return replace(self, g=self.g.double(), twin=None).within(self.chunk)
-
-    def _single(self, other: Use) -> TypeGuard[Outer]:
-        """Whether both are seen once per example, so that <G, G'> = (a . a') (g . g')."""
-        return isinstance(other, Outer) and self.positions == other.positions == 1
-
-    def _input_products(self, other: Outer) -> Tensor:  # (Gr, N, M)
-        a, b = (use._all()[..., 0].transpose(0, 1) for use in (self, other))  # (Gr, N, I)
-        return a @ b.mT
-
-    def _all(self) -> Tensor:  # (N, Gr, I, T)
-        return self.a.read(slice(None)).to(self.g.dtype)
-
-    @property
-    def _same_g(self) -> Outer:
-        """Whose g is the same: a bias shares that of its weight, where there is one position."""
-        twin = self.twin
-        return twin if twin is not None and twin.positions == 1 and twin.g.shape == self.g.shape else self
-
-    def _turned(self, basis: Basis | None) -> Tensor:  # (K, N, Gr * O)
-        """g in a basis, where there is one position; the last one is kept for the bias that asks next."""
-        same = self._same_g
-        if same._last is None or same._last[0] is not basis:
-            g = rotate_right(same.g.squeeze(4).unsqueeze(3), basis).squeeze(3).flatten(2)
-            same._last = basis, g
-        return same._last[1]
-
-    def _own_bases(self, spread: Spread) -> bool:
-        return spread.variances.shape == (*self.g.shape[2:4], self.a.shape[2])
-
-    def _weights(self, spread: Spread) -> Tensor:  # (N, Gr * O)
-        return torch.einsum("nvi,voi->nvo", self._turned_input_squares(spread.right), spread.variances).flatten(1)
-
-    def _turned_input_squares(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)
-        """(Q_A^T a)^2, where there is one position."""
-        return rotate_right(self._all().mT, basis).squeeze(2).square()
-
-
 def along(uses: Sequence[Use], steps: Sequence[Tensor]) -> Tensor:  # (S, p) each -> (S, N, K)
     """<G, step> of several parameters together."""
     return total(use.along(step) for use, step in zip(uses, steps, strict=True))
@@ -521,10 +299,3 @@ def all_pairs(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor],
         x = left(one)
         rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, right(other)) for other in parts], 2))
     return torch.cat(rows)
-
-
-def contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)
-    """sum_t g a^T, in groups."""
-    k, n, groups, o, t = g.shape
-    left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
-    return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from laplace.backprop.activations import Stored
 from laplace.backprop.layers.base import Call, Inner, Rule
 from laplace.backprop.layers.linear import bias, columns
+from laplace.backprop.outer import Outer
 from laplace.backprop.stacked import Stacked
-from laplace.backprop.uses import Outer, Use
+from laplace.backprop.uses import Use
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 _OUT = ("out_proj.weight", "out_proj.bias")

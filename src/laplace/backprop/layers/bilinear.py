@@ -9,7 +9,8 @@ from laplace.backprop.activations import Stored
 from laplace.backprop.entries import at
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.linear import bias, columns
-from laplace.backprop.uses import Outer, Use
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import Use
 
 _WIDE = 2048  # products of features beyond which their second moments are not kept
 

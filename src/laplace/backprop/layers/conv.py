@@ -13,7 +13,8 @@ from laplace.algebra import gram, total
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.linear import bias
 from laplace.backprop.layers.shifts import shifted_gram, shifts_apply
-from laplace.backprop.uses import Outer, Use
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import Use
 
 _CHUNK = 2**20  # numbers unfolded at a time: they stay in the cache
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from laplace.backprop.activations import Stored
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.linear import bias, columns
+from laplace.backprop.outer import Outer
 from laplace.backprop.transposed import Transposed
-from laplace.backprop.uses import Outer, Use
+from laplace.backprop.uses import Use
 
 
 class Conv1D(Rule):

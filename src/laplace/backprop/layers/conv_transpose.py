@@ -14,8 +14,9 @@ from laplace.backprop.activations import Stored
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.conv import windows
 from laplace.backprop.layers.linear import bias
+from laplace.backprop.outer import Outer
 from laplace.backprop.transposed import Transposed
-from laplace.backprop.uses import Outer, Use
+from laplace.backprop.uses import Use
 
 
 class ConvTranspose(Rule):

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from laplace.backprop.activations import Ones, Stored
 from laplace.backprop.layers.base import Call, Rule
-from laplace.backprop.uses import Outer, Use
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import Use
 
 
 class Linear(Rule):

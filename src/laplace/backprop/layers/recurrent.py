@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from laplace.backprop.activations import Stored
 from laplace.backprop.layers.base import Call, Inner, Rule
 from laplace.backprop.layers.linear import bias, columns
-from laplace.backprop.uses import Outer, Use
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import Use
 
 State = tuple[Tensor, ...]  # (N, H) each: h, and c of an LSTM
 _KEYS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")

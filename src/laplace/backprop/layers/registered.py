@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from laplace.backprop.activations import Stored
 from laplace.backprop.layers.base import Call, Rule
-from laplace.backprop.uses import Dense, Outer, Stored, Use
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import Dense, Use
 from laplace.errors import ModelError
 
 
