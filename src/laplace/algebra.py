@@ -24,16 +24,22 @@ _ROUNDED = 1e3  # roundings of the largest eigenvalue, down to which a negative 
 
 
 def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
-    """rows^T rows; where that pays, only the lower triangle is computed, in strips, and mirrored."""
+    """rows^T rows; where that pays, only the lower triangle is computed, in strips, and mirrored.
+
+    Few rows do not span all columns. Their product is in float64, so that what they do not span is zero, however small
+    the prior.
+    """
     m, d = rows.shape
+    if m < 2 * d <= 2 * _PRECISE:
+        rows = rows.double()
     if d < _MANY and (d < _ALIGNED or m < _LONG):
         return rows.T @ rows
     return _mirror(_add_half(rows.new_zeros(d, d), rows))
 
 
 def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
-    """The same in float64 where D is small: directions that the rows do not have are zero, whatever the prior."""
-    return gram(rows.double() if rows.shape[1] <= _PRECISE else rows)
+    """The same in float64: directions that the rows do not have are zero, whatever the prior and the noise."""
+    return gram(rows.double())
 
 
 def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)

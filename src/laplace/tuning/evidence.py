@@ -83,6 +83,18 @@ class _Problem:
         self.seen.append((x, float(found[0])))
         return found
 
+    def tried(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The same, or None where the prior is lost to rounding: a step too far.
+
+        An indefinite H is refused instead: its evidence grows without bound towards where the precision is singular.
+        """
+        try:
+            return self.step(x, free)
+        except NumericalError:
+            if not self.posterior.fit.structure.semidefinite:
+                raise
+            return None
+
     def _step_by_traces(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         posterior = self.at(x)
         fit, prior = posterior.fit, posterior.prior
@@ -186,8 +198,8 @@ def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose
         done = gain < problem.tolerance * max(1.0, abs(float(value)))
         for _ in range(30):
             candidate = torch.where(fixed, x, (x + step).clamp(-BOUND, BOUND))
-            new = problem.step(candidate, free)
-            if new[0] >= value - 1e-12 * abs(float(value)):
+            new = problem.tried(candidate, free)
+            if new is not None and new[0] >= value - 1e-12 * abs(float(value)):
                 break
             step = step / 2
         else:
@@ -196,7 +208,8 @@ def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose
         x, (value, gradient, step) = candidate, new
         if done:  # a coordinate that still moves though nothing is gained is on its way to 0 or infinity
             pushed = torch.where(runaway, side * BOUND, x)
-            better = bool(runaway.any()) and problem.step(pushed, free)[0] >= value - 1e-9 * abs(float(value))
+            there = problem.tried(pushed, free) if runaway.any() else None
+            better = there is not None and there[0] >= value - 1e-9 * abs(float(value))
             return pushed if better else x, number
     return x, max_steps
 
