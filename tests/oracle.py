@@ -139,15 +139,29 @@ KRONECKER = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, *TABLES)
 INPUTS_LEFT = (nn.modules.conv._ConvTransposeNd, *TABLES)  # weights whose rows are inputs: A (x) B
 
 
+Factors = tuple[Tensor, Tensor, bool]
+
+
 def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing: str = "expand") -> dict[str, Tensor]:
-    """The Kronecker block of every weight and bias of Linear, Conv and Embedding modules, one example at a time.
+    """The Kronecker block of every weight and bias of Linear, Conv and Embedding modules."""
+    blocks = {}
+    for name, (b, a, inputs_left) in kron_factors(model, names, x, lam, sharing).items():
+        pairs = zip(a, b, strict=True) if inputs_left else zip(b, a, strict=True)
+        blocks[name] = torch.block_diag(*[torch.kron(*pair) for pair in pairs])
+    return blocks
+
+
+def kron_factors(
+    model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing: str = "expand", weights: Tensor | None = None
+) -> dict[str, Factors]:
+    """B (Gr, O, O), A (Gr, I, I) and whether the block is A (x) B, one example at a time; a bias has A = 1.
 
     expand: A the mean of a a^T over examples and positions, B the sum of g^T Lambda g over both; reduce: a averaged
     and g summed over positions first. Biases: g summed over positions. Groups give one pair each. A transposed
     convolution is a linear map of every input position. An embedding's a count tokens, A is its diagonal; padding is no
-    position.
+    position. Weights of examples are in Lambda already; A is then their mean with these weights.
     """
-    blocks: dict[str, Tensor] = {}
+    blocks: dict[str, Factors] = {}
     modules = {k: m for k, m in model.named_modules() if isinstance(m, KRONECKER)}
     biases: dict[str, list[Tensor]] = {k: [] for k in modules}  # g (C, O), summed over positions
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {k: [] for k in modules}  # a (T, Gr, I), g (C, T, Gr, O)
@@ -175,14 +189,14 @@ def kron_all(model: nn.Module, names: list[str], x: Tensor, lam: Tensor, sharing
         if not tied or tied[0] != k:
             continue
         if len({isinstance(modules[j], INPUTS_LEFT) for j in tied}) == 1:
-            b, a = _factors([seen[j] for j in tied], lam, sharing)
+            b, a = _factors([seen[j] for j in tied], lam, sharing, weights)
             a = torch.stack([ag.diagonal().diag() for ag in a]) if isinstance(m, TABLES) else a
-            pairs = zip(a, b, strict=True) if isinstance(m, INPUTS_LEFT) else zip(b, a, strict=True)
-            blocks[f"{k}.weight"] = torch.block_diag(*[torch.kron(*pair) for pair in pairs])
+            blocks[f"{k}.weight"] = b, a, isinstance(m, INPUTS_LEFT)
         for j in [j for j in tied if not isinstance(modules[j], TABLES)]:
             calls = len(biases[j]) // len(x)  # of each example
             each = [torch.stack(biases[j][i : i + calls]).sum(0) for i in range(0, len(biases[j]), calls)]
-            blocks[f"{j}.bias"] = sum(gn.T @ ln @ gn for gn, ln in zip(each, lam, strict=True))
+            b = torch.stack([gn.T @ ln @ gn for gn, ln in zip(each, lam, strict=True)]).sum(0)
+            blocks[f"{j}.bias"] = b.unsqueeze(0), b.new_ones(1, 1, 1), False
     return {name: blocks[name] for name in names if name in blocks}
 
 
@@ -200,17 +214,21 @@ def _per_example(seen: list[list[tuple[Tensor, Tensor]]], n: int) -> list[tuple[
     return out
 
 
-def _factors(seen: list[list[tuple[Tensor, Tensor]]], lam: Tensor, sharing: str) -> tuple[Tensor, Tensor]:
+def _factors(
+    seen: list[list[tuple[Tensor, Tensor]]], lam: Tensor, sharing: str, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """B (Gr, O, O) and A (Gr, I, I)."""
     pairs = _per_example(seen, len(lam))
     total = [torch.einsum("ctgo,cd,dsgp->tsgop", g, ln, g) for (_, g), ln in zip(pairs, lam, strict=True)]
     if sharing == "expand":
         b = torch.stack([torch.einsum("ttgop->gop", t) for t in total]).sum(0)
-        rows = torch.cat([a for a, _ in pairs])
+        rows = [a for a, _ in pairs]
     else:
         b = torch.stack([t.sum((0, 1)) for t in total]).sum(0)
-        rows = torch.stack([a.mean(0) for a, _ in pairs])
-    return b, torch.einsum("mgi,mgj->gij", rows, rows) / len(rows)
+        rows = [a.mean(0, keepdim=True) for a, _ in pairs]
+    w = torch.ones(len(rows), dtype=b.dtype) if weights is None else weights
+    grams = [wn * torch.einsum("mgi,mgj->gij", an, an) for wn, an in zip(w, rows, strict=True)]
+    return b, torch.stack(grams).sum(0) / sum(wn * len(an) for wn, an in zip(w, rows, strict=True))
 
 
 def _positions(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,6 +303,18 @@ def jacobian_loop(model: nn.Module, names: list[str], x: Tensor) -> Tensor:
             per_output.append(torch.cat([g.to_dense().flatten() for g in flat]))
         rows.append(torch.stack(per_output))
     return torch.stack(rows)
+
+
+def hessian(task: str, model: nn.Module, names: list[str], x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """Second derivatives of -sum of w log p(y given f) at unit noise, (P, P), one row at a time."""
+    chosen = [dict(model.named_parameters())[name] for name in names]
+    loss = -(w * log_probs(task, model(x), y)).sum()
+
+    def slope(value: Tensor) -> Tensor:
+        found = torch.autograd.grad(value, chosen, create_graph=True, allow_unused=True)
+        return torch.cat([(p * 0 if g is None else g).flatten() for p, g in zip(chosen, found, strict=True)])
+
+    return torch.stack([slope(each) for each in slope(loss)]).detach()
 
 
 def top_eigenpairs(h: Tensor, rank: int | None = None, tol: float | None = None) -> tuple[Tensor, Tensor]:
