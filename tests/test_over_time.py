@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import oracle
 from exact import assert_close
 from laplace import Laplace, marglik_training
-from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError
+from laplace.errors import InputError, NumericalError, OptionError, StaleWarning, UnsupportedError
 from networks import cut, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning")
@@ -239,13 +241,16 @@ def test_a_chain_of_tasks_survives_a_file_and_a_grid_search(structure, tmp_path)
     assert_close(la(x), la.to("cpu")(x))
 
 
-def test_a_grid_search_scores_the_predictions_that_the_posterior_makes():
-    tasks = Tasks("full", "all", "classification")
+@pytest.mark.parametrize("name", ["prior_precision", "temperature"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_grid_search_scores_the_predictions_that_the_posterior_makes(structure, name):
+    """The temperature changes what the last task weighs beside the earlier ones, and so all eigenvectors."""
+    tasks = Tasks(structure, "all", "classification")
     la, (x, y) = tasks.la, tasks.data[0]
-    tuned = la.tune(method="validation", val_loader=[(x, y)], grid_size=4)
+    tuned = la.tune(name, method="validation", val_loader=[(x, y)], grid_size=4)
     assert len(tuned.points) >= 4
     for point in tuned.points:
-        la.prior_precision = point.prior_precision
+        la.prior_precision, la.temperature = point.prior_precision, point.temperature
         assert_close(torch.tensor(point.score).double(), -la(x).gather(1, y.unsqueeze(1)).log().mean())
 
 
@@ -307,3 +312,52 @@ def test_kron_forgets_less_than_diag_and_diag_less_than_no_prior():
     assert found["map"] + 0.1 < found["diag"]
     assert found["diag"] + 0.05 < found["kron"]
     assert found["kron"] > 0.85
+
+
+def test_kron_of_a_table_is_taken_out_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 3)).double()
+    x, y = torch.randint(5, (12, 2)), torch.randint(3, (12,))
+    whole, part = fitted(model, x, y), fitted(model, x[:6], y[:6])
+    assert_close((whole - part).posterior_covariance, fitted(model, x[6:], y[6:]).posterior_covariance)
+
+
+def test_a_sum_notices_that_the_network_has_changed():
+    model, x, y = make("mlp", "classification")
+    both = fitted(model, x[:9], y[:9]) + fitted(model, x[9:], y[9:])
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.warns(StaleWarning, match="since fit"):
+        both(x)
+
+
+def test_sums_of_another_form_are_refused():
+    model, x, y = make("mlp", "classification")
+    la = fitted(model, x, y)
+    sums = {key: value for key, value in la.posterior.fit.sums.items() if key != "2.weight/A"}
+    other = replace(la.posterior.fit, sums=sums)
+    with pytest.raises(InputError, match=r"sums of 2\.weight are of different forms.*Fit all data at once"):
+        la.posterior.fit.plus(other)
+
+
+def test_threads_with_one_prior_of_earlier_tasks_get_their_own_curvature():
+    tasks = Tasks("full", "all", "regression")
+    x, _ = tasks.data[-1]
+    sigmas = [0.5, 1.0, 2.0, 4.0]
+    others = [copy.copy(tasks.la) for _ in sigmas]
+    expected = []
+    for la, sigma in zip(others, sigmas, strict=True):
+        la.sigma_noise = sigma
+        expected.append(la(x)[1])
+
+    def again(index):
+        la, found = others[index], []
+        for step in range(10):
+            la.prior_precision = 1.0 + step % 2  # nothing is kept from the time before
+            found.append(la(x)[1])
+        la.prior_precision = tasks.la.prior_precision
+        return la(x)[1]
+
+    with ThreadPoolExecutor(4) as pool:
+        for got, want in zip(pool.map(again, range(4)), expected, strict=True):
+            assert_close(got, want)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import oracle
 from laplace import Laplace
-from laplace.errors import UnsupportedError
+from laplace.errors import InputError, UnsupportedError
 from laplace.likelihoods import Categorical, Likelihood, Ordinal, from_log_prob
 from networks import Tagger
 
@@ -235,3 +235,15 @@ def test_kron_weighs_positions_alike_in_a_head_and_in_a_network(task):
     a = torch.einsum("n,ni,nj->ij", w, phi, phi) / w.sum()
     b = torch.einsum("n,ncd->cd", w, oracle.fisher(task, f))
     exact(head, torch.block_diag(torch.kron(b, a), b))
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_weights_may_come_with_a_dimension_for_the_outputs(subset):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3).double(), torch.randn(5, 2, 4).double(), torch.randint(3, (5, 2))
+    weights = torch.rand(5, 2).double().round(decimals=1)
+    flat = Laplace(model, "classification", subset).fit([(x, y, weights)])
+    shaped = Laplace(model, "classification", subset).fit([(x, y, weights.unsqueeze(2))])
+    torch.testing.assert_close(shaped.log_marginal_likelihood(), flat.log_marginal_likelihood())
+    with pytest.raises(InputError, match=r"the weights have shape \(\d+, 3\); one per example"):
+        Laplace(model, "classification", subset).fit([(x, y, weights.unsqueeze(2).expand(-1, -1, 3))])

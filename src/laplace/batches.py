@@ -9,9 +9,8 @@ reads it, says which labels count.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import length_hint
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from laplace.errors import InputError, LaplaceError, ModelError
+from laplace.nested import map_tensors, tensors_in
 from laplace.precision import as_called
 
 MASK = "mask"  # the key of a mapping's mask
@@ -54,20 +54,20 @@ class Inputs:
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """The same with f of every tensor in x."""
-        return replace(self, x=_map_tensors(self.x, f))
+        return replace(self, x=map_tensors(self.x, f))
 
     @classmethod
     def paired(cls, first: Any, second: Any, kwargs: Mapping[str, Any], keys: Keys) -> Inputs:
         """Pairs of two batches of inputs."""
-        others = list(_tensors(second))
-        shapes = [t.shape for t in _tensors(first)]
+        others = tensors_in(second)
+        shapes = [t.shape for t in tensors_in(first)]
         if type(first) is not type(second) or not shapes or shapes != [t.shape for t in others]:
             raise InputError(
                 f"{described(first, {})} and {described(second, {})} cannot be compared one by one; two batches of the "
                 "same shapes are needed."
             )
         rest = iter(others)
-        return cls(_map_tensors(first, lambda t: torch.stack([t, next(rest)], 1)), kwargs, keys, pairs=True)
+        return cls(map_tensors(first, lambda t: torch.stack([t, next(rest)], 1)), kwargs, keys, pairs=True)
 
     def singles(self) -> Inputs:
         """The inputs of all pairs one after the other, (2 B, ...)."""
@@ -79,14 +79,14 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         """The same inputs on `device`."""
-        if all(t.device == device for t in (*_tensors(self.x), *_tensors(self.kwargs))):
+        if all(t.device == device for t in (*tensors_in(self.x), *tensors_in(self.kwargs))):
             return self
-        kwargs = _map_tensors(dict(self.kwargs), lambda t: t.to(device))
+        kwargs = map_tensors(dict(self.kwargs), lambda t: t.to(device))
         return replace(self.map(lambda t: t.to(device)), kwargs=kwargs)
 
     def normal_tensors(self) -> Inputs:
         """The same with tensors that were made in inference mode copied, so that autograd can work on them."""
-        if not any(t.is_inference() for t in _tensors(self.x)):
+        if not any(t.is_inference() for t in tensors_in(self.x)):
             return self
         with torch.inference_mode(False):
             return self.map(torch.clone)
@@ -94,7 +94,7 @@ class Inputs:
     @property
     def size(self) -> int | None:
         """The number of examples, where every tensor has the same leading size; else None."""
-        sizes = {t.shape[0] if t.dim() else 0 for t in _tensors(self.x)}
+        sizes = {t.shape[0] if t.dim() else 0 for t in tensors_in(self.x)}
         return sizes.pop() or None if len(sizes) == 1 else None
 
     def part(self, start: int, stop: int) -> Inputs:
@@ -106,7 +106,7 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """All tensors in x."""
-        return list(_tensors(self.x))
+        return tensors_in(self.x)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
         """The same with other tensors, in the order of `tensors()`."""
@@ -145,6 +145,10 @@ class Batch:
     inputs: Inputs
     y: Tensor
     given: Mapping[str, Tensor] = field(default_factory=dict)  # what else is said of the examples, such as `weights`
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors: of the inputs, the labels, and what else is said."""
+        return [*self.inputs.tensors(), self.y, *self.given.values()]
 
     def labels(self, start: int, stop: int) -> Batch:
         """With the labels of some of its examples, and what is said of them."""
@@ -195,7 +199,7 @@ def _form(keys: Keys) -> str:
 
 def _inputs_of(x: Any, keys: Keys, model: nn.Module) -> list[Tensor]:
     """All tensors of x but what a mapping says about its examples."""
-    return list(_tensors(_read(model, x, keys) if isinstance(x, Mapping) else x))
+    return tensors_in(_read(model, x, keys) if isinstance(x, Mapping) else x)
 
 
 def _read(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
@@ -306,30 +310,3 @@ def _reads_mask(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> boo
 
 def _leads(value: Any, n: int | None) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == n
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, Mapping):
-        for value in x.values():
-            yield from _tensors(value)
-    elif isinstance(x, (tuple, list)):
-        for value in x:
-            yield from _tensors(value)
-
-
-def _map_tensors(x: Any, f: Any) -> Any:
-    if isinstance(x, Tensor):
-        return f(x)
-    if isinstance(x, Mapping):
-        entries = {key: _map_tensors(value, f) for key, value in x.items()}
-        if not isinstance(x, MutableMapping) or type(x) is dict:
-            return entries
-        same = copy.copy(x)  # a BatchEncoding stays one
-        same.update(entries)
-        return same
-    if isinstance(x, (tuple, list)):
-        mapped = [_map_tensors(value, f) for value in x]
-        return type(x)(*mapped) if hasattr(x, "_fields") else type(x)(mapped)
-    return x

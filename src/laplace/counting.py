@@ -40,7 +40,7 @@ def labelled_rows(
     if likelihood.ignored is not None:
         counts &= (y.flatten(1) != likelihood.ignored).any(1) if y.dim() > 1 else y != likelihood.ignored
     if "weights" in given:
-        counts &= given["weights"] != 0
+        counts &= (given["weights"].flatten(1) != 0).any(1) if given["weights"].dim() > 1 else given["weights"] != 0
     kept = None if bool(counts.all()) else counts.nonzero().flatten()
     labels = labels if kept is None else labels.at(kept)
     if "weights" in given and bool((labels.given["weights"] == 1).all()):

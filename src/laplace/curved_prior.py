@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from laplace.errors import InputError, OptionError, UnsupportedError
 from laplace.posterior import Fit, Posterior, added
+from laplace.precision import plain
 from laplace.prior import Prior
 from laplace.replica import plain_name, unwrap
 from laplace.structures import Curvature, Gaussian
@@ -39,10 +40,11 @@ class Earlier:
         """H + s H_t. Its graph, where s has one, goes through eigenvectors: log-determinants are safe."""
         if scale.requires_grad and torch.is_grad_enabled():
             return self._joined(task, scale)
-        if self._last is None or self._last[0] is not task or self._last[1] != float(scale):
+        last = self._last  # another thread may set it
+        if last is None or last[0] is not task or last[1] != float(scale):
             with torch.no_grad():
-                self._last = task, float(scale), self._joined(task, scale)
-        return self._last[2]
+                last = self._last = (task, float(scale), self._joined(task, scale))
+        return last[2]
 
     def _joined(self, task: Fit, scale: Tensor) -> Curvature:
         sums = added(self.fit.sums, task.structure.scaled(task.sums, scale))
@@ -146,6 +148,17 @@ class CurvedPrior(Prior):
         return replace(super().to(device), earlier=Earlier(self.earlier.fit.to(device)))
 
     def _own(self) -> Gaussian:
+        """N(0, (H + D)^-1), kept until delta changes: training asks for it at every batch."""
+        if self.precision.requires_grad and torch.is_grad_enabled():
+            return self._made()
+        kept = self.__dict__.get("_kept")
+        if kept is None or kept[0] != self.precision._version:
+            with plain(), torch.no_grad():
+                kept = (self.precision._version, self._made())
+            object.__setattr__(self, "_kept", kept)
+        return kept[1]
+
+    def _made(self) -> Gaussian:
         one = torch.ones((), dtype=self.mean.dtype, device=self.mean.device)
         return self.earlier.fit.curvature.gaussian(one, self.blocks(self.layout, self.mean))
 

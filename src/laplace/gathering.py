@@ -19,7 +19,7 @@ class Group:
 
     def __init__(self, first: Batch, room: int) -> None:
         self._first = first
-        self._tensors = [t.new_empty(room, *t.shape[1:]) for t in _tensors(first)]
+        self._tensors = [t.new_empty(room, *t.shape[1:]) for t in first.tensors()]
         self._ends = [0]
         self.indices: list[int] = []
         self.add(first)
@@ -32,7 +32,7 @@ class Group:
     def add(self, batch: Batch) -> None:
         """Copy a batch in, behind those that are there."""
         start, end = self.size, self.size + len(batch.y)
-        for own, other in zip(self._tensors, _tensors(batch), strict=True):
+        for own, other in zip(self._tensors, batch.tensors(), strict=True):
             own[start:end] = other
         self._ends.append(end)
         self.indices.append(batch.index)
@@ -84,11 +84,7 @@ def _kind(batch: Batch) -> Any:
     if size is None or any(t.shape[:1] != (size,) for t in labels) or not _only_tensors(batch.inputs.x):
         return None
     keys = tuple(batch.inputs.x) if isinstance(batch.inputs.x, Mapping) else None
-    return keys, tuple(batch.given), [(t.shape[1:], t.dtype, t.device) for t in _tensors(batch)]
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [*batch.inputs.tensors(), batch.y, *batch.given.values()]
+    return keys, tuple(batch.given), [(t.shape[1:], t.dtype, t.device) for t in batch.tensors()]
 
 
 def _only_tensors(x: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from laplace import checkpoint
 from laplace.backprop import Forward, Head, Network, Plan
-from laplace.backprop.plan import EXAMPLES
+from laplace.backprop.audit import EXAMPLES
 from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
 from laplace.budget import Budget
 from laplace.checkpoints import posteriors as checkpoints
@@ -289,10 +289,9 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             self._notice_changes()
         before = None if override else self._fitted
         engine = self._engine(weights, self._plan if before is not None else None)
-        if before is None:
-            self._choose_curvature(engine, first.inputs)
+        kind = self.curvature if before is not None else self._chosen_curvature(engine, first.inputs)
         generator = generator_or_none(generator)
-        progress = None if checkpoint is None else progress_of(self, weights, generator, checkpoint, every)
+        progress = None if checkpoint is None else progress_of(self, weights, kind, generator, checkpoint, every)
         if generator is None and (self.structure.passes > 1 or progress is not None):
             generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
         sums = (SubsetAccumulator if self.structure.functional else Accumulator)(
@@ -300,7 +299,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             self.likelihood,
             self.structure,
             weights.layout,
-            self.curvature,
+            kind,
             self.curvature_samples,
             generator,
             self._budget,
@@ -313,7 +312,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self.structure.check(weights.layout)
         again = None if isinstance(train_loader, Iterator) else lambda: self._training(train_loader, progress_bar)
         sums.run(chain([first], stream), again)
-        self._weights, self._plan = weights, getattr(engine, "plan", None)
+        self._weights, self._plan, self.curvature = weights, getattr(engine, "plan", None), kind
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
         if progress is not None:
@@ -498,23 +497,23 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         """Whether a fit may have taken this curvature unasked."""
         return not self._curvature_given and curvature in ("ggn", "sketch")
 
-    def _choose_curvature(self, engine: Head | Network, inputs: Inputs) -> None:
+    def _chosen_curvature(self, engine: Head | Network, inputs: Inputs) -> str:
         """Where nobody said which: exact, unless that takes too many vectors to be sent back from all positions."""
         if self._curvature_given:
-            return
-        self.curvature = "ggn"
+            return self.curvature
         if isinstance(engine, Head):
-            return
+            return "ggn"
         found = engine.planned_positions(inputs)
         vectors = found.count * found.c
-        if found.several and vectors > MOST_VECTORS:
-            self.curvature = "sketch"
-            self._warn_once(
-                "sketch",
-                f"the exact GGN sends back a vector for each of {found.c} outputs at {found.count} positions; above "
-                f"{MOST_VECTORS} in all, an unbiased estimate is taken: curvature='sketch', one vector. Write "
-                "curvature='ggn' for the exact one, or curvature='sketch' with curvature_samples= to say it yourself.",
-            )
+        if not found.several or vectors <= MOST_VECTORS:
+            return "ggn"
+        self._warn_once(
+            "sketch",
+            f"the exact GGN sends back a vector for each of {found.c} outputs at {found.count} positions; above "
+            f"{MOST_VECTORS} in all, an unbiased estimate is taken: curvature='sketch', one vector. Write "
+            "curvature='ggn' for the exact one, or curvature='sketch' with curvature_samples= to say it yourself.",
+        )
+        return "sketch"
 
     def _training(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[Batch]:
         return iter(training_batches(loader, self.model, self._keys, progress_bar, "fit"))

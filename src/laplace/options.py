@@ -36,7 +36,7 @@ def structure_named(
     if name != "gp" and approximation != "sod":
         raise OptionError(f"functional_approximation={shown(approximation)} belongs to hessian_structure='gp'.")
     for key, value in options.items():
-        if key not in made.options and not _left_alone(key, value):
+        if key not in made.options and not unchanged(value, _DEFAULTS.get(key)):
             owners = [repr(other) for other, s in STRUCTURES.items() if key in s.options]
             owners += [_of_gp(kind) for kind, s in FUNCTIONAL.items() if key in s.options]
             this = next((_of_gp(kind) for kind, s in FUNCTIONAL.items() if s is made), repr(made.name))
@@ -52,9 +52,8 @@ def structure_named(
     return structure
 
 
-def _left_alone(key: str, value: Any) -> bool:
+def unchanged(value: Any, usual: Any) -> bool:
     """Whether an option has its usual value."""
-    usual = _DEFAULTS.get(key)
     return value is usual or (isinstance(value, (int, float, str)) and value == usual)
 
 

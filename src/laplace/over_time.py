@@ -81,7 +81,8 @@ class OverTime(ABC):
 
     def _with(self, fit: Fit) -> Self:
         out = copy.copy(self)
-        vars(out).update(structure=fit.structure, _fitted=fit, _cached=None, _warned=set())
+        same = {"_snapshot": vars(self)["_snapshot"]}  # which a copy elsewhere forgets; this has the same network
+        vars(out).update(same, structure=fit.structure, _fitted=fit, _cached=None, _warned=set())
         return out
 
 
@@ -98,7 +99,7 @@ def without(whole: Fit, part: Fit) -> Fit:
 
 def _semidefinite(sums: Sums, tolerance: float) -> bool:
     """Whether no sum has negative eigenvalues but for rounding."""
-    spectra = [torch.linalg.eigvalsh(value) if value.dim() > 1 else value for value in sums.values()]
+    spectra = [torch.linalg.eigvalsh(v) if v.dim() > 1 and v.shape[-1] == v.shape[-2] else v for v in sums.values()]
     return all(float(values.min()) >= -tolerance * float(values.abs().max()) for values in spectra)
 
 

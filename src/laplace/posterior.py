@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward
-from laplace.errors import NumericalError, OptionError
+from laplace.errors import InputError, NumericalError, OptionError
 from laplace.functional.points import Points, beside
 from laplace.likelihoods.base import Likelihood
 from laplace.precision import plain
@@ -154,5 +154,13 @@ def _finite(value: Tensor, what: str, of: str) -> Tensor:
 
 
 def added(left: Sums, right: Sums) -> Sums:
-    """The sums of two sets of data together."""
+    """The sums of two sets of data together; an InputError where they are not of one form."""
+    shapes = [{key: value.shape for key, value in sums.items()} for sums in (left, right)]
+    differ = [key for key in {**left, **right} if shapes[0].get(key) != shapes[1].get(key)]
+    if differ:
+        names = ", ".join(sorted({key.rpartition("/")[0] or key for key in differ})[:3])
+        raise InputError(
+            f"sums of {names} are of different forms: the two sets of data use them in different ways (rows of another "
+            "number?). Fit all data at once."
+        )
     return {key: left[key] + right[key] for key in left}

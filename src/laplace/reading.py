@@ -13,6 +13,7 @@ from laplace.algebra import Clipped
 from laplace.budget import Budget
 from laplace.errors import InputError, UnsupportedError, shown
 from laplace.posterior import Fit, Posterior
+from laplace.precision import plain, plainly
 from laplace.structures import Gaussian
 from laplace.structures.blockdiag import BlockCurvature, BlockDiagonalGaussian
 from laplace.structures.diag import DiagBlock, DiagGaussian
@@ -85,6 +86,7 @@ class Readable(ABC):
         return float(self._fit.data["loss"])
 
     @property
+    @plainly
     def H(self) -> Tensor | BlockMatrix:
         """The curvature at unit noise: (P, P) for full and lowrank, (P,) for diag, else an object with to_matrix()."""
         curvature = self._fit.curvature
@@ -107,6 +109,7 @@ class Readable(ABC):
         return Spectrum.of(self._fit.sums)
 
     @property
+    @plainly
     def clipped(self) -> Clipped:
         """How many eigenvalues of the curvature were below zero and set to it, and how far below they were.
 
@@ -115,26 +118,31 @@ class Readable(ABC):
         return self.posterior.curvature.clipped
 
     @property
+    @plainly
     def log_likelihood(self) -> Tensor:
         """(1/T) log p(D given mean)."""
         return self.posterior.log_likelihood
 
     @property
+    @plainly
     def scatter(self) -> Tensor:
         """(mean - mu0)^T D (mean - mu0)."""
         return self.posterior.scatter
 
     @property
+    @plainly
     def log_det_prior_precision(self) -> Tensor:
         """log det of the prior precision."""
         return self.posterior.log_det_prior_precision
 
     @property
+    @plainly
     def log_det_posterior_precision(self) -> Tensor:
         """log det of the posterior precision."""
         return self.posterior.log_det_posterior_precision
 
     @property
+    @plainly
     def log_det_ratio(self) -> Tensor:
         """log det of the posterior precision minus that of the prior precision."""
         return self.posterior.log_det_ratio
@@ -145,27 +153,30 @@ class Readable(ABC):
         return self.posterior.prior.diagonal(self._fit.layout, self.mean)
 
     @property
+    @plainly
     def posterior_precision(self) -> Tensor | BlockMatrix:
         """(P, P) for full and lowrank, (P,) for diag, else an object with to_matrix() and logdet()."""
         return self._shown(self.posterior.gaussian)
 
     @property
+    @plainly
     def posterior_covariance(self) -> Tensor:  # (P, P)
         """The covariance, dense."""
         self._require_matrix(self.n_params, "the covariance matrix of all weights", "posterior_variance, or sample()")
         return self.posterior.gaussian.covariance_matrix()
 
     @property
+    @plainly
     def posterior_variance(self) -> Tensor:  # (P,)
         """The marginal variance of each weight."""
         return self.posterior.gaussian.marginal_variances().clone()
 
     @property
+    @plainly
     def posterior_scale(self) -> Tensor:
         """A root of the covariance: (P, P) with S S^T = Sigma for full, (P,) standard deviations for diag."""
-        deviations = self.posterior_variance.sqrt()
         if self._fit.structure.name == "diag":
-            return deviations
+            return self.posterior_variance.sqrt()
         if self._fit.structure.name == "full":
             eye = torch.eye(self.n_params, dtype=self.mean.dtype, device=self.mean.device)
             return self.posterior.gaussian.color(eye).T
@@ -174,6 +185,7 @@ class Readable(ABC):
             "posterior_covariance."
         )
 
+    @plainly
     def square_norm(self, value: Tensor) -> Tensor:  # (P,) or (S, P)
         """(value - mean)^T posterior precision (value - mean).
 
@@ -186,6 +198,7 @@ class Readable(ABC):
         self._check_weights(value)
         return self.posterior.gaussian.quadratic(value.to(self.mean) - self.mean)
 
+    @plainly
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log-density of the posterior at some weights.
 
@@ -201,6 +214,7 @@ class Readable(ABC):
             out = out + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
         return out
 
+    @plainly
     def functional_variance(self, Js: Tensor) -> Tensor:
         """J Sigma J^T of each example, for Jacobians that you bring.
 
@@ -216,6 +230,7 @@ class Readable(ABC):
         self._check_weights(Js, "the Jacobian's last dimension")
         return self.posterior.gaussian.dense_variance(Js.to(self.mean))
 
+    @plainly
     def functional_covariance(self, Js: Tensor) -> Tensor:
         """J Sigma J^T over all examples together, for Jacobians that you bring.
 
@@ -244,7 +259,8 @@ class Readable(ABC):
             self._require_matrix(
                 self.n_params, "the dense matrix of all weights", "posterior_variance, or log_det_posterior_precision"
             )
-            return matrix()
+            with plain():
+                return matrix()
 
         return BlockMatrix(to_matrix, logdet or (lambda: torch.logdet(to_matrix())), self._fit.layout)
 

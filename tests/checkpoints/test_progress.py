@@ -323,3 +323,16 @@ def test_ctrl_c_leaves_the_object_and_the_network_as_they_were(tmp_path):
     assert not any(module._forward_hooks for module in model.modules())
     la.fit(cut(x, y, 3), checkpoint=tmp_path / "fit", every=2)
     assert_same(Laplace(model, "classification", "all").fit(cut(x, y, 3)), la, exact=False)
+
+
+def test_other_weights_of_the_same_examples_are_noticed(tmp_path):
+    model, x, y = make("mlp", "classification")
+    path, la = tmp_path / "part", Laplace(model, "classification", "all", "diag")
+    weights = torch.ones(len(x), dtype=x.dtype)
+    batches = [(*pair, w) for pair, w in zip(cut(x, y, 3), weights.split(3), strict=True)]
+    with contextlib.suppress(Interrupted):
+        la.fit(Loader(batches, 4), checkpoint=path, every=1)
+    assert path.exists()
+    others = [(a, b, 2 * w) for a, b, w in batches]
+    with pytest.raises(CheckpointError, match="other data"):
+        la.fit(Loader(others), checkpoint=path, every=1)

@@ -14,6 +14,7 @@ import oracle
 from laplace import Categorical, Laplace
 from laplace.checkpoint import state_without_inputs
 from laplace.errors import CheckpointError, NotFittedError, OptionError, StaleWarning, UnsupportedError
+from laplace.nested import tensors_in
 from laplace.structures import STRUCTURES
 from networks import cut, make
 
@@ -288,3 +289,23 @@ def test_a_likelihood_with_options_is_passed_again_and_a_plain_one_is_found(tmp_
     for other in (None, "classification", Categorical(label_smoothing=0.2)):
         with pytest.raises(CheckpointError, match="smoothing"):
             Laplace.load(tmp_path / "la", model, likelihood=other)
+
+
+def test_a_noise_per_output_is_in_the_file(tmp_path):
+    model, x, y = make("mlp", "regression")
+    la = Laplace(model, "regression", sigma_noise=torch.tensor([0.1, 0.5])).fit(cut(x, y, 6))
+    la.save(tmp_path / "la.safetensors")
+    again = Laplace.load(tmp_path / "la.safetensors", model)
+    torch.testing.assert_close(again.sigma_noise, la.sigma_noise)
+    assert torch.equal(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    torch.testing.assert_close(again.predict(x).total, la.predict(x).total)
+
+
+def test_every_tensor_of_a_file_goes_to_the_networks_device(tmp_path, monkeypatch):
+    model, x, y = make("mlp", "regression")
+    Laplace(model, "regression", "all", "gp").fit(cut(x, y, 6)).save(tmp_path / "la", with_data=True)
+    monkeypatch.setattr("laplace.checkpoints.posteriors.device_of", lambda model: torch.device("meta"))
+    found = []
+    monkeypatch.setattr("laplace.checkpoints.posteriors.load_state_dict", lambda la, state: found.append(state))
+    Laplace.load(tmp_path / "la", model)
+    assert {tensor.device.type for tensor in tensors_in(found[0])} == {"meta"}

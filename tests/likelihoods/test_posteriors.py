@@ -416,3 +416,35 @@ def test_class_weights_are_the_weights_of_the_examples_of_each_class(subset, str
     close(by_class(x), by_example(x))
     plain = Laplace(model, "classification", subset, structure).fit(cut(x, y, [5, 7]))
     assert not torch.allclose(by_class(x), plain(x))
+
+
+@pytest.mark.parametrize("size", [1, 5, 12])
+def test_noise_of_one_output_counts_whatever_the_batch_size(size):
+    model, x, y, _ = problem("binary")
+    noise = torch.rand(len(x), dtype=F64) + 0.5
+    batches = [(a, b, n) for a, b, n in zip(x.split(size), y.to(F64).split(size), noise.split(size), strict=True)]
+    la = Laplace(model, "given_noise", "all", "full").fit(batches)
+    expected = torch.distributions.Normal(model(x).detach(), noise.unsqueeze(1)).log_prob(y.to(F64)).sum()
+    torch.testing.assert_close(la.log_likelihood, expected)
+    one = Laplace(model, Gaussian(per_output=[0.5]), "all", "full").fit(cut(x, y.to(F64), size))
+    expected = torch.distributions.Normal(model(x).detach(), 0.5).log_prob(y.to(F64)).sum()
+    torch.testing.assert_close(one.log_likelihood, expected)
+    if len(batches) > 1:
+        parts = batches[:1], batches[1:]
+        halves = [Laplace(model, "given_noise", "all", "full").fit(part) for part in parts]
+        torch.testing.assert_close((halves[0] + halves[1]).log_likelihood, la.log_likelihood)
+
+
+def test_a_loss_sees_the_noise_that_is_given():
+    model, x, y, _ = problem("regression")
+    noise, seen = torch.rand_like(y) + 0.5, []
+
+    def loss(mean, variance, labels):
+        seen.append(variance)
+        return variance.mean()
+
+    la = Laplace(model, "given_noise", "all", "full").fit([(x, y, noise)])
+    la.tune(method="validation", val_loader=[(x, y, noise)], loss=loss, grid_size=2)
+    la.prior_precision = 1e-4
+    _, covariance = la(x)
+    torch.testing.assert_close(seen[0], covariance.diagonal(dim1=1, dim2=2) + noise.square())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.distributions import Categorical, Dirichlet, MultivariateNormal, Norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace, Prediction
+from laplace.backprop import network
 from laplace.errors import InputError, OptionError
 from networks import cut, make
 
@@ -163,3 +166,60 @@ def test_bad_levels_and_inputs_are_refused():
         la.predict(iter([]))
     with pytest.raises(InputError, match="int; a tensor"):
         la.predict(3)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_a_prediction_sends_its_vectors_back_once(task, monkeypatch):
+    model, x, y = make("mlp", task)
+    la = Laplace(model, task, "all").fit(cut(x, y, 6))
+    calls, jacobian = [], network.NetworkForward.jacobian
+    monkeypatch.setattr(network.NetworkForward, "jacobian", lambda self, *a: calls.append(1) or jacobian(self, *a))
+    la.predict(x[:3])
+    assert len(calls) == 1
+
+
+def test_quantiles_of_a_bridge_are_finite_however_large_the_variance():
+    la, x = fitted("classification", "full", prior_precision=1e-7)
+    p = la.predict(1e3 * x, link_approx="bridge")
+    assert float(p.distribution.concentration.min()) < 1e-3
+    low, high = p.interval(0.9)
+    assert low.isfinite().all()
+    assert high.isfinite().all()
+    assert (low <= high).all()
+
+
+def test_quantiles_of_a_bridge_are_those_of_its_dirichlet():
+    la, x = fitted("classification", "full")
+    p = la.predict(x[:2], link_approx="bridge")
+    torch.manual_seed(0)
+    drawn = p.distribution.sample((20_000,)).quantile(0.5, 0)
+    torch.testing.assert_close(p.quantile(0.5), drawn, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_the_distribution_at_positions_can_be_asked_again(task):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 3), torch.randn(5, 2, 4)
+    y = torch.randint(3, (5, 2)) if task == "classification" else torch.randn(5, 2, 3)
+    p = Laplace(model, task).fit([(x, y)]).predict(x)
+    before = p.distribution.log_prob(y)
+    p.rows.distribution.log_prob(y.flatten(0, 1))
+    p.rows.distribution.entropy()
+    _ = getattr(p.rows.distribution, "covariance_matrix", None)
+    torch.testing.assert_close(p.distribution.log_prob(y), before)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_what_is_read_in_inference_mode_or_autocast_leaves_nothing_behind(structure):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model.float(), "classification", "all", structure, enable_backprop=True).fit([(x.float(), y)])
+    expected = copy.deepcopy(la).posterior_variance, copy.deepcopy(la).square_norm(torch.zeros(la.n_params))
+    with torch.inference_mode():
+        _ = la.posterior_variance, la.log_prob(la.mean), la.log_det_ratio, la.posterior_covariance, repr(la)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = la.posterior_variance, la.square_norm(torch.zeros(la.n_params))
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want)
+    inputs = x.float().clone().requires_grad_()
+    la(inputs).sum().backward()
+    assert inputs.grad.isfinite().all()

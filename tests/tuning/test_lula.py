@@ -94,12 +94,13 @@ def test_which_networks_are_chains():
 def test_layers_without_bias_frozen_ones_and_the_mode_are_kept():
     net, x, y, far = trained()
     net[2] = nn.Linear(16, 16, bias=False)
-    net[0].weight.requires_grad_(False)
+    net[0].requires_grad_(False)
     wider = with_uncertainty_units(net.train(), "regression", [(x, y)], far, units=3, steps=2, max_inputs=50)
     torch.testing.assert_close(wider(x), net(x), atol=1e-6, rtol=0)
     assert wider.training
     assert wider[2].training
     assert not wider[0].weight.requires_grad
+    assert not wider[0].bias.requires_grad
     assert wider[2].weight.requires_grad
     assert [wider[i].weight.shape for i in (0, 2, 4)] == [(19, 2), (19, 19), (1, 19)]
     assert float(wider[4].weight[:, 16:].detach().abs().max()) == 0

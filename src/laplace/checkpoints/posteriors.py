@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from laplace.batches import device_of, training_batches
@@ -17,6 +16,7 @@ from laplace.checkpoints.points import digest_of, inputs_at
 from laplace.errors import CheckpointError, LaplaceError, UnsupportedError
 from laplace.functional import FUNCTIONAL
 from laplace.likelihoods import LIKELIHOODS, Likelihood, likelihood_named
+from laplace.nested import map_tensors
 from laplace.weights import Last, what_changed
 from laplace.weights.named import Named
 from laplace.weights.predicate import Where
@@ -61,9 +61,10 @@ def load(
         options, network, state = (contents[key] for key in ("options", "network", "state"))
         rename = renaming(names or {}, network)
         _require_network({rename(name): told for name, told in network.items()}, model, path)
-        state = renamed_state(_on(state, device_of(model)), rename)
+        state = renamed_state(map_tensors(state, lambda t: t.to(device_of(model))), rename)
         own = _likelihood(options.pop("likelihood"), likelihood, path)
-        la = cls(model, own, **_renamed_options(options, state, bool(names), rename))
+        noise = {"sigma_noise": state["sigma_noise"]} if state["sigma_noise"].numel() > 1 and likelihood is None else {}
+        la = cls(model, own, **noise, **_renamed_options(options, state, bool(names), rename))
         state["subset_of_weights"] = la._subset.label
         if VECTORS in state and INPUTS not in state:
             state[INPUTS] = _inputs(la, state, data, path)
@@ -85,9 +86,9 @@ def _options(la: Laplace) -> dict[str, Any]:
         {"last_layer_name": subset.name, "feature_reduction": subset.reduction} if isinstance(subset, Last) else {}
     )
     known = LIKELIHOODS.get(likelihood.name)
-    ours = known is not None and type(likelihood) is known and likelihood.described == known().described
+    ours = known is not None and type(likelihood) is known and _as_made(known(), la.sigma_noise) == likelihood.described
     return options | {
-        "likelihood": {"name": likelihood.described, "ours": ours},
+        "likelihood": {"name": likelihood.described, "kind": likelihood.name, "ours": ours},
         "hessian_structure": "gp" if kinds else structure.name,
         "subset_of_weights": _subset(la),
         "subnetwork_indices": la.subnetwork_indices,
@@ -98,6 +99,11 @@ def _options(la: Laplace) -> dict[str, Any]:
         "dict_key_x": la._keys.x,
         "dict_key_y": la._keys.y,
     }
+
+
+def _as_made(likelihood: Likelihood, sigma: Tensor) -> str:
+    """What a likelihood is called once it knows the noise: how outputs differ in it is a part of the likelihood."""
+    return likelihood.with_noise(sigma.detach())[0].described
 
 
 def _subset(la: Laplace) -> str | list[str]:
@@ -128,7 +134,7 @@ def _require_network(then: Mapping[str, Mapping[str, Any]], model: nn.Module, pa
 def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: Any) -> Likelihood:
     if given is None:
         if told["ours"]:
-            return likelihood_named(told["name"])
+            return likelihood_named(told.get("kind", told["name"]))
         raise CheckpointError(
             f"{str(path)!r} has a likelihood with options of yours, {told['name']!r}, and files hold no code. "
             "Write Laplace.load(..., likelihood=) with the same one."
@@ -154,7 +160,3 @@ def _inputs(la: Laplace, state: Mapping[str, Any], data: Iterable[Any] | None, p
             "same data in the same order (shuffle=False), or save with la.save(path, with_data=True)."
         )
     return [part.inputs.x for part in found]
-
-
-def _on(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from laplace.batches import Batch, Inputs, device_of
 from laplace.checkpoint import options_of
 from laplace.checkpoints import container, digests, files
 from laplace.checkpoints.digests import Digest
 from laplace.errors import CheckpointError, UnsupportedError, shown, whole_number
+from laplace.nested import map_tensors
 from laplace.weights import LastLayer, Selection
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Progress:
                 "start anew."
             )
         self._skip, self._expected = contents["batches"], contents["digest"]
-        return _copied(contents["sums"], self.device)
+        return map_tensors(contents["sums"], lambda t: t.clone().to(self.device))
 
     def unread(self, batches: Iterable[Batch], run: Callable[[Inputs], Any]) -> Iterator[Batch]:
         """The batches that are not in the sums; of the others only the first is run, as the first of a fit is."""
@@ -71,7 +71,7 @@ class Progress:
             if batch.index < self._skip:
                 if not skipped:
                     run(batch.inputs)
-                self._digest.add(*_tensors(batch))
+                self._digest.add(*batch.tensors())
                 skipped += 1
                 continue
             self._check()
@@ -81,7 +81,7 @@ class Progress:
     def counted(self, batches: Sequence[Batch], sums: Callable[[], dict[str, Any]]) -> None:
         """Note that these are in the sums now, and write those if it is time."""
         for batch in batches:
-            self._digest.add(*_tensors(batch))
+            self._digest.add(*batch.tensors())
         self._since += len(batches)
         if self._since >= self.every:
             self._since = 0
@@ -107,6 +107,7 @@ class Progress:
 def progress_of(
     la: Laplace,
     weights: LastLayer | Selection,
+    curvature: str,
     generator: torch.Generator | None,
     path: str | os.PathLike[str],
     every: int,
@@ -120,6 +121,7 @@ def progress_of(
         )
     layout = weights.layout
     settings = options_of(la) | {
+        "curvature": curvature,
         "curvature_samples": la.curvature_samples,
         "last_layer": getattr(weights, "module", None),
         "weights": [[name, *shape] for name, shape in zip(layout.names, layout.shapes, strict=True)],
@@ -127,16 +129,3 @@ def progress_of(
         "generator": None if generator is None else Digest().add(generator.get_state()).hex(),
     }
     return Progress(path, every, settings, digests.of_network(la.model), device_of(la.model))
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [*batch.inputs.tensors(), batch.y]
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    """Out of the file, and on the device."""
-    if isinstance(value, Tensor):
-        return value.clone().to(device)
-    if isinstance(value, dict):
-        return {key: _copied(v, device) for key, v in value.items()}
-    return value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import InputError, OptionError
@@ -130,9 +131,13 @@ class Likelihood(Response):
         """log p(D given f) from the sums."""
         return -sums["loss"]
 
+    def distribution_at(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Distribution:
+        """p(y given x, data) where labels are there, which may hold more than y, such as its noise."""
+        return self.distribution(outputs, p, sigma)
+
     def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:  # (N,)
         """log p(y given x, data)."""
-        return rowwise(self.distribution(outputs, p, sigma).log_prob(y))
+        return rowwise(self.distribution_at(outputs, p, y, sigma).log_prob(self.observed(y)))
 
     def observed(self, y: Tensor) -> Tensor:
         """What of the labels a loss is to see."""

@@ -17,7 +17,7 @@ from laplace.draws import Draws, normals_by_example
 from laplace.errors import InputError, OptionError, shown
 from laplace.likelihoods.base import Likelihood, Sums, Targets
 from laplace.predictive.outputs import OutputGaussian, lower_root
-from laplace.predictive.response import Latent, Outputs, Response, rowwise
+from laplace.predictive.response import Latent, Outputs, Response
 
 if TYPE_CHECKING:
     from laplace.batches import Batch
@@ -93,7 +93,7 @@ class Gaussian(Likelihood):
             "loss": targets.total(0.5 * ((value - f) / r).square().sum(-1)).double(),
             "count": f.shape[1] * targets.total(ones),
         }
-        if r.numel() > 1:  # a common noise is sigma's alone
+        if self.per_output is not None or r.dim() > 1:  # a common noise is sigma's alone
             sums["log_noise"] = f.shape[1] * targets.total(r.log().mean(-1).expand(len(f))).double()
         return sums
 
@@ -182,9 +182,8 @@ class GivenNoise(Gaussian):
     def observed(self, y: Tensor) -> Tensor:
         return y[:, 0]
 
-    def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
-        value, r = self._read(outputs.mean, y)
-        return rowwise(_observed(outputs, (sigma.to(r) * r).square()).log_prob(value))
+    def distribution_at(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Distribution:
+        return _observed(outputs, (sigma.to(y) * y[:, 1]).square())
 
     def with_noise(self, sigma: Tensor) -> tuple[Likelihood, Tensor]:
         if sigma.numel() != 1:

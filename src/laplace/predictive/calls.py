@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Forward
+from laplace.backprop.gradients import Forward, Jacobian
 from laplace.batches import Inputs, Keys, prediction_batches
 from laplace.budget import Budget
 from laplace.draws import Draws, normals
@@ -116,7 +116,7 @@ class Predictable(ABC):
             runs = shape.watch(self._runs(inputs))
             if link:
                 return shape(torch.cat([self._through(run, link, draws, diagonal_output) for run in runs]))
-            parts = [predicting.linearised(self.posterior, run, not diagonal_output, chosen) for run in runs]
+            parts = [self._linearised(run, not diagonal_output, chosen) for run in runs]
             out = joined([*parts])
             assert isinstance(out, OutputGaussian)
             spread = shape(out.variance) if out.covariance is None else shape.covariance(out.covariance)
@@ -219,7 +219,7 @@ class Predictable(ABC):
         with torch.set_grad_enabled(self.enable_backprop):
             if diagonal_output and pred_type == "glm":
                 runs = shape.watch(self._runs(inputs))
-                parts = [predicting.linearised(self.posterior, run, False) for run in runs]
+                parts = [self._linearised(run, with_covariance=False) for run in runs]
                 drawn = torch.cat(list(joined([*parts]).draws(draws)), 1)
             elif self.structure.functional:
                 drawn = self._function_draws(inputs, draws, shape)
@@ -346,13 +346,21 @@ class Predictable(ABC):
             return predicting.sampled(self.posterior, lambda: runs, draws, exact)
         return predicting.sampled(self.posterior, lambda: shape.watch(self._runs(inputs)), draws, exact)
 
-    def _through(
-        self, forward: Forward, link: str, draws: Draws, independent: bool, outputs: OutputGaussian | None = None
-    ) -> Tensor:  # (N, K)
-        """The mean of the inverse link for one run; its outputs' distribution is given where it is known already."""
+    def _linearised(self, forward: Forward, with_covariance: bool, chosen: Tensor | None = None) -> OutputGaussian:
+        """The outputs' distribution for one run, of the `chosen` ones or of all."""
+        f = forward.outputs if chosen is None else forward.outputs[:, chosen]
+        return predicting.linearised(self.posterior, f, forward.jacobian(chosen), with_covariance)
+
+    def _through(self, forward: Forward, link: str, draws: Draws, independent: bool) -> Tensor:  # (N, K)
+        """The mean of the inverse link for one run."""
         jacobian = forward.jacobian()
-        if outputs is None:
-            outputs = predicting.gaussian_for(self.posterior, link, forward.outputs, jacobian, independent)
+        outputs = predicting.gaussian_for(self.posterior, link, forward.outputs, jacobian, independent)
+        return self._linked(outputs, jacobian, link, draws, independent)
+
+    def _linked(
+        self, outputs: OutputGaussian, jacobian: Jacobian, link: str, draws: Draws, independent: bool
+    ) -> Tensor:  # (N, K)
+        """The mean of the inverse link, given the outputs' distribution."""
         p, outside = predicting.through_link(self.posterior, link, outputs, jacobian, draws, independent)
         if outside:
             self._warn_once(
@@ -368,8 +376,9 @@ class Predictable(ABC):
         """The outputs' distribution for one run, and the mean of the inverse link."""
         if independent is None:
             independent = forward.outputs.shape[1] > _MAX_COVARIANCE and link != "mc"
-        outputs = predicting.linearised(self.posterior, forward, with_covariance=not independent)
-        return outputs, self._through(forward, link, draws, independent, outputs) if link else None
+        jacobian = forward.jacobian()
+        outputs = predicting.linearised(self.posterior, forward.outputs, jacobian, with_covariance=not independent)
+        return outputs, self._linked(outputs, jacobian, link, draws, independent) if link else None
 
     def _chosen(self, outputs: Any, refused: bool) -> Tensor | None:
         """The indices of the asked outputs; None for all."""

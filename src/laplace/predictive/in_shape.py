@@ -15,6 +15,8 @@ from laplace.errors import InputError, UnsupportedError
 from laplace.positions import Positions
 from laplace.predictive.prediction import Prediction
 
+_OTHERWISE = {"probs": ("logits",), "scale_tril": ("covariance_matrix", "precision_matrix")}  # the same, said otherwise
+
 
 @dataclass
 class InShape:
@@ -83,6 +85,8 @@ class PredictionAtPositions:
         """Of each position, (N, *positions); its outputs, where it has several, come last."""
         of = self.rows.distribution
         given = {key: value for key in of.arg_constraints if isinstance(value := of.__dict__.get(key), Tensor)}
+        for key, others in _OTHERWISE.items():  # what was asked for before is kept beside what was given
+            given = {k: v for k, v in given.items() if key not in given or k not in others}
         if not given:
             raise UnsupportedError(f"a {type(of).__name__} has no shape of positions. Take .rows.distribution.")
         one = self.positions.dim is None and not of.event_shape  # (N * T, 1) -> (N, *positions)

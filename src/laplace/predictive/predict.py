@@ -16,12 +16,9 @@ from laplace.predictive.outputs import OutputGaussian, require_finite
 _CHUNK = 2**25  # elements of the weights drawn at a time
 
 
-def linearised(
-    posterior: Posterior, forward: Forward, with_covariance: bool, chosen: Tensor | None = None
-) -> OutputGaussian:
-    """N(f, J Sigma J^T): the variances alone, or with each input's covariance; of the `chosen` outputs, or of all."""
-    jacobian, gaussian = forward.jacobian(chosen), posterior.gaussian
-    f = forward.outputs if chosen is None else forward.outputs[:, chosen]
+def linearised(posterior: Posterior, f: Tensor, jacobian: Jacobian, with_covariance: bool) -> OutputGaussian:
+    """N(f, J Sigma J^T): the variances alone, or with each input's covariance."""
+    gaussian = posterior.gaussian
     if not with_covariance:
         return OutputGaussian(f, gaussian.variance(jacobian))
     covariance = gaussian.covariance(jacobian)

@@ -73,11 +73,7 @@ class Prediction:
             spread = self.total.sqrt()
             return self.mean + spread * torch.special.ndtri(levels).reshape(*levels.shape, *[1] * spread.dim())
         if isinstance(self.distribution, Dirichlet):
-            alpha = self.distribution.concentration
-            gammas = np.random.default_rng(0).standard_gamma(
-                alpha.detach().cpu().double().numpy(), (1000, *alpha.shape)
-            )
-            return torch.from_numpy(gammas / gammas.sum(-1, keepdims=True)).to(levels).quantile(levels, 0)
+            return _dirichlet_draws(self.distribution.concentration).to(levels).quantile(levels, 0)
         draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
         return torch.cat([self.inverse_link(d).quantile(levels, 0) for d in draws], dim=-2)
 
@@ -117,3 +113,11 @@ class Prediction:
             f"Prediction({n} inputs, {c} outputs, {kind}, mean epistemic {float(self.epistemic.mean()):.3g}, "
             f"mean aleatoric {float(self.aleatoric.mean()):.3g})"
         )
+
+
+def _dirichlet_draws(alpha: Tensor) -> Tensor:  # (N, C) -> (1000, N, C)
+    """Seeded draws, through logarithms: gammas of small alpha are below the smallest number."""
+    a, rng = alpha.detach().cpu().double().numpy(), np.random.default_rng(0)
+    size = (1000, *a.shape)
+    logs = np.log(rng.standard_gamma(a + 1, size)) + np.log(1 - rng.random(size)) / a
+    return torch.from_numpy(logs).softmax(-1)

@@ -71,8 +71,8 @@ class FullCurvature(Curvature):
         return self.h.to(self.dtype)
 
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
-        spectral = [g for g in gaussians if isinstance(g, SpectralGaussian)]
-        if len(spectral) < len(gaussians) or not spectral:
+        spectral = [g for g in gaussians if isinstance(g, SpectralGaussian) and g.vectors is self.eigh[1]]
+        if len(spectral) < len(gaussians) or not spectral:  # after earlier tasks, each s has a basis of its own
             yield from super().sweep(jacobian, gaussians)
             return
         yield from jacobian.variance_in(self.eigh[1], torch.stack([g.eigenvalues.reciprocal() for g in spectral]))

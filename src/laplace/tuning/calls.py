@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from laplace.budget import Budget
 from laplace.counting import counted
 from laplace.errors import InputError, OptionError, UnsupportedError, choice, shown, whole_number
 from laplace.likelihoods import Likelihood, Targets
-from laplace.options import method_named, pred_type_named
+from laplace.options import method_named, pred_type_named, unchanged
 from laplace.posterior import Posterior
 from laplace.precision import plainly
 from laplace.prior import positive
@@ -32,6 +33,7 @@ from laplace.tuning.validation import Labelled, Validation
 
 _BOUNDS = {"prior_precision": (1e-4, 1e4), "sigma_noise": (1e-3, 1e3), "temperature": (1e-3, 1e3)}
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
+_METHODS = {"n_steps": ("evidence",), "grid_size": ("validation",), "evaluations": ("bayesian",), "seed": ("bayesian",)}
 
 
 class Tunable(ABC):
@@ -121,10 +123,12 @@ class Tunable(ABC):
         method, kinds = result.method_named(method), result.names_of(names)
         usual = "layerwise" if method == "bayesian" else "scalar"
         groups = choice(usual if prior_structure is None else prior_structure, PRIOR_STRUCTURES, "prior_structure")
+        _require_of(
+            method, val_loader=val_loader, loss=loss, ood_loader=ood_loader, ood_weight=ood_weight, bounds=bounds,
+            pred_type=pred_type, link_approx=link_approx, n_samples=n_samples, grid_size=grid_size,
+            evaluations=evaluations, seed=seed, n_steps=n_steps,
+        )  # fmt: skip
         if method == "evidence":
-            for name, value in {"val_loader": val_loader, "ood_loader": ood_loader, "loss": loss}.items():
-                if value is not None:
-                    raise OptionError(f"{name}= goes with method='validation'; the evidence needs no further data.")
             return self._take(kinds, self._by_evidence(kinds, groups, 1.0, n_steps))
         how = self._how(pred_type, link_approx, n_samples, loss, ood_weight)
         limits, size = _checked_bounds(bounds), whole_number(grid_size, "grid_size", 2)
@@ -293,6 +297,17 @@ class Tunable(ABC):
         for inputs in prediction_batches(loader, self._keys, {}, progress_bar):
             for forward in self._runs(inputs):
                 yield forward, Targets(forward.outputs)
+
+
+def _require_of(method: str, **given: Any) -> None:
+    """Refuse options of other methods, where they were changed."""
+    usual = inspect.signature(Tunable.tune).parameters
+    for name, value in given.items():
+        methods, default = _METHODS.get(name, ("validation", "bayesian")), usual[name].default
+        if method not in methods and not unchanged(value, default):
+            raise OptionError(
+                f"{name}= goes with method={' or '.join(map(repr, methods))}; {method!r} has no use for it."
+            )
 
 
 def _laplace_torch_option(kind: str, side: str) -> str:

@@ -54,7 +54,7 @@ class Tally:
             nll = -self.likelihood.log_predictive(outputs, p, targets.y, sigma)
             self.inside.add(float(targets.total(nll)), float(targets.total(torch.ones_like(nll))))
             return
-        arguments = _arguments(self.likelihood, prediction, sigma)
+        arguments = _arguments(self.likelihood, prediction, targets.y, sigma)
         y = self.likelihood.observed(targets.y)
         if targets.weights is not None:
             counts = targets.weights > 0
@@ -134,10 +134,10 @@ def _loss(loss: Any, likelihood: Likelihood) -> _Loss | _Metric:
     return _Loss(loss)
 
 
-def _arguments(likelihood: Likelihood, prediction: Predicted, sigma: Tensor) -> tuple[Tensor, ...]:
+def _arguments(likelihood: Likelihood, prediction: Predicted, y: Tensor, sigma: Tensor) -> tuple[Tensor, ...]:
     """What a loss gets before y: (probabilities,), or (mean, variance) with the noise included."""
     outputs, p = prediction
     if p is not None:
         return (p,)
-    distribution = likelihood.distribution(outputs, p, sigma)
+    distribution = likelihood.distribution_at(outputs, p, y, sigma)
     return distribution.mean, distribution.variance

@@ -164,7 +164,8 @@ def _linear(weight: Tensor, bias: Tensor | None, like: nn.Module) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach().clone(), like.get_parameter("weight").requires_grad)
     if bias is not None:
-        layer.bias = nn.Parameter(bias.detach().clone(), bias.requires_grad or layer.weight.requires_grad)
+        own = like.get_parameter("weight") if like.bias is None else like.get_parameter("bias")
+        layer.bias = nn.Parameter(bias.detach().clone(), own.requires_grad)
     return layer.train(like.training)
 
 
