@@ -332,7 +332,7 @@ def test_draws_of_all_positions_come_from_one_draw_of_the_weights():
 
 
 def test_the_exact_ggn_gives_way_to_a_sketch_where_positions_are_many(monkeypatch):
-    monkeypatch.setattr("laplace.laplace.MOST_VECTORS", 14)
+    monkeypatch.setattr("laplace.running.MOST_VECTORS", 14)
     model, x, y, _ = made("tags", "classification")  # 5 positions x 3 classes
     la = Laplace(model, "classification", "all", "diag")
     with pytest.warns(LaplaceWarning, match=r"15|3 outputs at 5 positions.*curvature='ggn'"):

@@ -20,7 +20,7 @@ from laplace.posterior import Fit, Posterior, added
 from laplace.precision import plain
 from laplace.prior import Prior
 from laplace.replica import plain_name, unwrap
-from laplace.structures import Curvature, Gaussian
+from laplace.structures import Curvature, Gaussian, adding
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class CurvedPrior(Prior):
         if not fit.structure.adds:
             raise UnsupportedError(
                 f"what {fit.structure.name!r} keeps depends on all data, and a further task's cannot be added to it. "
-                "Take hessian_structure='kron', 'diag', 'block' or 'full'."
+                f"Take hessian_structure={adding()}."
             )
         sums = fit.structure.scaled(fit.sums, posterior.scale.detach())
         n_data = fit.n_data

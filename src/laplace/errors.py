@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
@@ -77,33 +76,6 @@ class BoundaryWarning(LaplaceWarning):
 
 class StaleWarning(LaplaceWarning):
     """The network's weights are no longer those that the posterior was fitted at."""
-
-
-def choice(value: object, valid: Iterable[str], what: str) -> str:
-    """The option `value` as a plain string, or an error that lists the valid ones."""
-    word = str(getattr(value, "value", value))
-    valid = list(valid)
-    if word in valid:
-        return word
-    listed = ", ".join(repr(v) for v in valid)
-    raise OptionError(f"{what}={shown(value)} is not an option. Valid: {listed}.")
-
-
-def whole_number(value: object, what: str, least: int = 1) -> int:
-    """A whole number that is large enough."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise OptionError(f"{what}={shown(value)} must be a whole number of at least {least}.")
-    return number
-
-
-def shown(value: object) -> str:
-    """A value in an error message, cut to what fits on a line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:

@@ -1,15 +1,15 @@
-"""One pass over the data: every batch is run through the network once, and leaves its sums."""
+"""The runs over the data: every batch is run through the network, once in each, and leaves its sums."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.algebra import GramSum, Rows, gram, in_sums
-from laplace.backprop.gradients import Forward, Moments
+from laplace.backprop.gradients import Engine, Forward, Moments
 from laplace.batches import Batch, Inputs
 from laplace.budget import Budget, in_bytes
 from laplace.checkpoints.progress import Progress
@@ -25,24 +25,6 @@ from laplace.weights.layout import Layout
 _RESTARTS = 20  # readings of the data after which a network is given up that shows another side in every one
 _STATE = ("_before", "_n_before", "data", "n_data", "n_outputs", "_forms", "_compared", "_together", "_counting")
 _HELD = 2**23  # numbers held back before their moments are taken
-
-
-class Engine(Protocol):
-    """What fitting and predicting need of a network: runs on batches."""
-
-    linear: bool  # whether the outputs are linear in the weights
-
-    def room(self) -> int:
-        """Up to how many examples small batches are run together."""
-        ...
-
-    def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
-        """The inputs cut so that the gradients of so many vectors fit into memory."""
-        ...
-
-    def forward(self, inputs: Inputs, with_grad: bool = False) -> Forward:
-        """Run the network."""
-        ...
 
 
 class Accumulator:

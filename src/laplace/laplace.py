@@ -1,7 +1,8 @@
 """`Laplace`: the four components put together.
 
 Which weights, what curvature and structure, which hyperparameters, which predictive: each is a part of its own, and
-any of them combine. This file only puts them together; laplace-torch's names are accepted here and nowhere inside.
+any of them combine. Here they are put together. What users call, and laplace-torch's names for it, is on the sides
+that `Laplace` is made of (`calls.py` of their rooms); nothing inside knows these names.
 """
 
 from __future__ import annotations
@@ -14,55 +15,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from laplace import checkpoint
-from laplace.backprop import Forward, Head, Network, Plan
-from laplace.backprop.audit import EXAMPLES
-from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
+from laplace.backprop import Plan
+from laplace.batches import Keys
 from laplace.budget import Budget
-from laplace.checkpoints import posteriors as checkpoints
+from laplace.checkpoints.calls import Storable
 from laplace.checkpoints.progress import progress_of
-from laplace.counting import check_finite
+from laplace.checks import generator_or_none, positive
 from laplace.coverage import Coverage, coverage_of, not_kron
 from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
     InputError,
-    LaplaceWarning,
     NotFittedError,
     OptionError,
-    StaleWarning,
     UnsupportedError,
-    warn,
 )
 from laplace.fitting import Accumulator
 from laplace.functional.fitting import SubsetAccumulator
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.options import (
-    MOST_VECTORS,
-    curvature_named,
-    generator_or_none,
-    refuse_others,
-    require_served,
-    samples_of,
-    structure_named,
-)
+from laplace.options import curvature_named, refuse_others, require_served, samples_of, structure_named
 from laplace.over_time import OverTime
-from laplace.positions import Positions, class_dim_of
+from laplace.positions import class_dim_of
 from laplace.posterior import Fit, Posterior
 from laplace.precision import plainly
 from laplace.predictive.calls import Predictable
-from laplace.prior import Prior, own, positive
+from laplace.prior import Prior, own
 from laplace.reading import Readable
-from laplace.replica import replicate, require_shapes
+from laplace.replica import require_shapes
+from laplace.running import Running
 from laplace.structures.kron import Kron
 from laplace.summary import summary
 from laplace.tuning.calls import Tunable
-from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named, what_changed
+from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 
-class Laplace(Predictable, Tunable, Readable, OverTime):
+class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
     Nothing is computed before `fit`. Options that do not exist, or do not go together, are refused here.
@@ -93,7 +82,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             'average'; found out if left out, with a warning.
         subnetwork_indices: of 'subnetwork', indices into the flat vector of all trainable weights.
         damping: of 'kron': True splits the prior over the two factors as in the paper, 'balanced' splits it well.
-        weight_sharing: of 'kron', for weights used at many positions: 'expand' or 'reduce'.
+        weight_sharing: of 'kron', 'ekfac' and 'inf', for weights used at many positions: 'expand' or 'reduce'.
         rank: of 'inf', eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep; of
             'lowrank', eigenpairs of all weights together (20); of 'gp' with 'nystrom', directions (100).
         tol: of 'lowrank', instead of `rank`: the eigenpairs above tol times the largest.
@@ -312,7 +301,7 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self.structure.check(weights.layout)
         again = None if isinstance(train_loader, Iterator) else lambda: self._training(train_loader, progress_bar)
         sums.run(chain([first], stream), again)
-        self._weights, self._plan, self.curvature = weights, getattr(engine, "plan", None), kind
+        self._weights, self._plan, self.curvature = weights, engine.plan, kind
         self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
         self._snapshot = Snapshot.of(self.model)
         if progress is not None:
@@ -402,70 +391,6 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._prior, self._sigma = self._prior.to(device), self._sigma.to(device)
         return self
 
-    def state_dict(self, with_data: bool = False) -> dict[str, Any]:
-        """Everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
-
-        Args:
-            with_data: needed for a 'gp', which is made of some points of the data.
-
-        Raises:
-            NotFittedError: before `fit`.
-            UnsupportedError: a 'gp' without `with_data`.
-        """
-        return checkpoint.state_dict(self, with_data)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, on the same network with the same options.
-
-        Args:
-            state: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
-
-        Raises:
-            InputError: a state of other options, or of other parameters.
-        """
-        checkpoint.load_state_dict(self, state)
-
-    def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
-        """Write a fitted posterior to a file of safetensors: no code, and no training data.
-
-        Args:
-            path: the file; one of that name is replaced once the new one is whole.
-            with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
-                file has their numbers and a digest, and `load` needs the data.
-
-        Raises:
-            NotFittedError: before `fit`.
-            UnsupportedError: a network whose weights have changed since.
-        """
-        checkpoints.save(self, path, with_data)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        *,
-        likelihood: Likelihood | str | None = None,
-        names: Mapping[str, str] | None = None,
-        data: Iterable[Any] | None = None,
-    ) -> Self:
-        """The posterior that `save` wrote, on the same network with the same weights; all options are in the file.
-
-        Args:
-            path: the file.
-            model: the network, with the weights at which the posterior was fitted.
-            likelihood: one of your own, if it was fitted with one.
-            names: {old: new} where parameters or modules have other names now.
-            data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
-
-        Raises:
-            CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
-        """
-        return checkpoints.load(cls, path, model, likelihood, names, data)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_snapshot": None}  # addresses mean nothing in a copy
-
     def __repr__(self) -> str:
         return summary(self)
 
@@ -477,95 +402,6 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
         self._sigma, self._temperature = self._checked_sigma(sigma), _checked_temperature(temperature)
         self._fitted, self._weights, self._prior, self._snapshot = fit, weights, prior, Snapshot.of(self.model)
         self.curvature = fit.kind
-
-    def _find_weights(self, inputs: Inputs, keep: bool) -> LastLayer | Selection:
-        if keep and self._weights is not None:
-            return self._weights
-        weights = self._subset.find(self.model, inputs)
-        require_served(self.structure, weights.layout)
-        if isinstance(weights, LastLayer) and self.curvature == "ef" and self._positions(inputs).several:
-            return Selection(weights.layout)  # an example's score is one vector for all its positions
-        return weights
-
-    def _positions(self, inputs: Inputs) -> Positions:
-        """The shape of the outputs, from a run on a few examples."""
-        with torch.inference_mode(False), torch.no_grad():
-            f = inputs.part(0, EXAMPLES).map(torch.clone).call(replicate(self.model))  # which may write to them
-        return Positions.of(f, self.class_dim)
-
-    def _may_have_chosen(self, curvature: str) -> bool:
-        """Whether a fit may have taken this curvature unasked."""
-        return not self._curvature_given and curvature in ("ggn", "sketch")
-
-    def _chosen_curvature(self, engine: Head | Network, inputs: Inputs) -> str:
-        """Where nobody said which: exact, unless that takes too many vectors to be sent back from all positions."""
-        if self._curvature_given:
-            return self.curvature
-        if isinstance(engine, Head):
-            return "ggn"
-        found = engine.planned_positions(inputs)
-        vectors = found.count * found.c
-        if not found.several or vectors <= MOST_VECTORS:
-            return "ggn"
-        self._warn_once(
-            "sketch",
-            f"the exact GGN sends back a vector for each of {found.c} outputs at {found.count} positions; above "
-            f"{MOST_VECTORS} in all, an unbiased estimate is taken: curvature='sketch', one vector. Write "
-            "curvature='ggn' for the exact one, or curvature='sketch' with curvature_samples= to say it yourself.",
-        )
-        return "sketch"
-
-    def _training(self, loader: Iterable[Any], progress_bar: bool) -> Iterator[Batch]:
-        return iter(training_batches(loader, self.model, self._keys, progress_bar, "fit"))
-
-    def _require_rereading(self, loader: Iterable[Any], override: bool) -> None:
-        """What a structure that reads the data more than once, or keeps some of it, cannot do."""
-        name = self.structure.name
-        if self.structure.passes > 1 and isinstance(loader, Iterator):
-            raise InputError(
-                f"hessian_structure={name!r} reads the data {self.structure.passes} times or more, and a "
-                f"{type(loader).__name__} can be read once. Give a DataLoader or a list of batches."
-            )
-        if not self.structure.adds and not override and self._fitted is not None:
-            raise UnsupportedError(
-                f"override=False: what {name!r} keeps depends on all data and cannot be added to. Fit it on all data "
-                "at once, or take 'kron', 'diag', 'block' or 'full', whose sums add."
-            )
-
-    def _engine(self, weights: LastLayer | Selection, plan: Plan | None = None) -> Head | Network:
-        """What runs the network; the `plan` of a network is kept from one call to the next."""
-        if isinstance(weights, LastLayer):
-            return Head(self.model, weights, self._budget, self.class_dim)
-        reduce = getattr(self.structure, "weight_sharing", "expand") == "reduce"
-        exact = self.curvature == "hessian"
-        return Network(self.model, weights, self._budget, plan, reduce, exact, self.class_dim)
-
-    def _runs(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
-        if whole:
-            yield from self._uncut(inputs, whole)
-            return
-        for forward in self._uncut(inputs):
-            yield from (part for part, _ in forward.cut())
-
-    def _uncut(self, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
-        """Runs on consecutive parts of the inputs, with all positions of each example."""
-        posterior = self.posterior
-        self._notice_changes()
-        assert self._weights is not None
-        engine, inputs = self._engine(self._weights, self._plan), inputs.to(device_of(self.model))
-        seen = 0  # examples of the parts before
-        for part in [inputs] if whole else engine.chunks(inputs, posterior.fit.n_outputs):
-            forward = engine.forward(part, self.enable_backprop)
-            if forward.positions.c != posterior.fit.n_outputs:
-                raise InputError(
-                    f"the outputs have {forward.positions.c} classes or outputs each; fitted on "
-                    f"(N, {posterior.fit.n_outputs})."
-                )
-            check_finite(forward.outputs, "the network's outputs hold", forward.positions.count, seen)
-            seen += forward.positions.n
-            yield posterior.fit.beside(forward, engine, self._budget.chunk)
-        if isinstance(engine, Network):
-            self._plan = engine.plan
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:
@@ -582,21 +418,6 @@ class Laplace(Predictable, Tunable, Readable, OverTime):
             )
         self.likelihood = likelihood
         return level
-
-    def _notice_changes(self) -> None:
-        """Warn once where the network is no longer the one that was fitted."""
-        assert self._weights is not None
-        assert self._fitted is not None
-        changed = what_changed(self.model, self._weights, self._fitted.mean, self._snapshot)
-        if changed:
-            self._warn_once(
-                "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
-            )
-
-    def _warn_once(self, key: str, message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warn(message, category)
 
 
 def _checked_temperature(value: float) -> float:

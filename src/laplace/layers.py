@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from laplace.backprop.layers import RULES
 from laplace.backprop.layers.registered import Given, Registered, RuleFunction
-from laplace.errors import OptionError, shown
+from laplace.checks import shown
+from laplace.errors import OptionError
 
 __all__ = ["outer", "register_rule"]
 

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from tqdm.auto import tqdm
 
-from laplace import resuming
 from laplace.batches import Batch, Keys, device_of, training_batches
+from laplace.checkpoints import training as files
+from laplace.checks import choice, generator_or_none, positive, whole_number
 from laplace.counting import checked, labelled_rows
 from laplace.curved_prior import CurvedPrior, vector_of
-from laplace.errors import InputError, choice, warn, whole_number
+from laplace.errors import InputError, warn
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
-from laplace.options import generator_or_none
 from laplace.positions import Positions
-from laplace.prior import positive
 from laplace.tuning.evidence import climb
 from laplace.tuning.space import Space
 from laplace.weights.layout import Layout
@@ -214,13 +213,13 @@ class _Training:
         assert self.data.first is not None
         layout = self.la._find_weights(self.data.first, keep=False).layout
         self.la.prior.check(layout, self.la.structure.prior_structures)
-        generators = resuming.generators_of(self.data.loader, self.generator)
+        generators = files.generators_of(self.data.loader, self.generator)
         settings = self._settings(layout, keep_best)
         if checkpoint is not None:
-            state = resuming.load(checkpoint, settings, device_of(self.la.model))
+            state = files.load(checkpoint, settings, device_of(self.la.model))
             if state is not None:
                 self._restore(state)
-                resuming.set_random_state(state["random"], generators)
+                files.set_random_state(state["random"], generators)
         with tqdm(total=n_epochs, initial=len(self.losses), disable=not progress_bar, unit="epoch") as bar:
             while len(self.losses) < n_epochs:
                 self.losses.append(self._epoch(layout))
@@ -230,8 +229,8 @@ class _Training:
                     if keep_best and self.margliks[-1] == max(self.margliks):
                         self.best = copy.deepcopy(self._where())
                 if checkpoint is not None:
-                    state = self._state() | {"settings": settings, "random": resuming.random_state(generators)}
-                    resuming.save(state, checkpoint)
+                    state = self._state() | {"settings": settings, "random": files.random_state(generators)}
+                    files.save(state, checkpoint)
                 shown = {"loss": self.losses, "evidence": self.margliks}
                 bar.set_postfix({key: values[-1] for key, values in shown.items() if values})
                 bar.update()

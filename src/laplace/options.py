@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
-
+from laplace.checks import choice, shown, unchanged, whole_number
 from laplace.curvature import CURVATURES
-from laplace.errors import OptionError, UnsupportedError, choice, shown, whole_number
+from laplace.errors import OptionError, UnsupportedError
 from laplace.functional import FUNCTIONAL
 from laplace.structures import STRUCTURES, Structure
 from laplace.weights.layout import Layout
@@ -50,11 +49,6 @@ def structure_named(
             raise UnsupportedError(f"the exact Hessian has no form as {name!r}. Take hessian_structure={able}.")
         structure.semidefinite = False
     return structure
-
-
-def unchanged(value: Any, usual: Any) -> bool:
-    """Whether an option has its usual value."""
-    return value is usual or (isinstance(value, (int, float, str)) and value == usual)
 
 
 def _of_gp(approximation: str) -> str:
@@ -126,13 +120,6 @@ def pred_type_named(name: str, functional: bool) -> str:
 def method_named(name: str) -> str:
     """'marglik' or 'gridsearch'; the paper's 'CV' is the latter."""
     return choice("gridsearch" if name == "CV" else name, ["marglik", "gridsearch"], "method")
-
-
-def generator_or_none(generator: Any) -> torch.Generator | None:
-    """The generator, or None for torch's own."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise OptionError(f"generator is a {type(generator).__name__}; write torch.Generator().manual_seed(0).")
-    return generator
 
 
 def refuse_others(options: Mapping[str, Any]) -> None:

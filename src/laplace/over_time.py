@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from laplace.checkpoint import options_of
+from laplace.checkpoints.state import options_of
 from laplace.curved_prior import CurvedPrior
 from laplace.errors import InputError, UnsupportedError
 from laplace.posterior import Fit, Posterior, added
 from laplace.precision import plainly
 from laplace.replica import unwrap
-from laplace.structures import Sums
+from laplace.structures import Sums, adding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,7 +109,7 @@ def _require_the_same(left: Laplace, right: Laplace, sign: str) -> None:
     if not a.structure.adds:
         raise UnsupportedError(
             f"a {sign} b: what {a.structure.name!r} keeps depends on all data, so that it is no sum over shards. Fit "
-            "it on all data at once, or take 'kron', 'diag', 'block' or 'full', whose sums add."
+            f"it on all data at once, or take {adding()}, whose sums add."
         )
     theirs = options_of(right)
     pairs = {key.replace("_", " "): (value, theirs[key]) for key, value in options_of(left).items()}

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace.errors import InputError, OptionError, shown
+from laplace.checks import shown
+from laplace.errors import InputError, OptionError
 
 
 def class_dim_of(value: Any) -> int | None:

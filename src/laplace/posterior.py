@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Forward
+from laplace.backprop.gradients import Engine, Forward
 from laplace.errors import InputError, NumericalError, OptionError
-from laplace.functional.points import Points, beside
 from laplace.likelihoods.base import Likelihood
 from laplace.precision import plain
 from laplace.prior import Prior
@@ -24,7 +23,7 @@ from laplace.structures import Curvature, Gaussian, Structure, Sums
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
-    from laplace.fitting import Engine
+    from laplace.functional.points import Points
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class Fit:
         return replace(self, mean=self.mean.to(device), points=points, **moved)
 
     def beside(self, forward: Forward, engine: Engine, limit: int) -> Forward:
-        """A run at new inputs as this posterior sees it: one over functions looks at its own points, too."""
-        return beside(forward, self.points, engine, limit) if self.structure.functional else forward
+        """A run at new inputs as the structure sees it."""
+        return self.structure.beside(forward, self.points, engine, limit)
 
 
 @dataclass(frozen=True)

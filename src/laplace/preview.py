@@ -20,13 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from laplace.backprop.network import Network, NetworkMoments
 from laplace.batches import device_of, split
 from laplace.budget import in_bytes
+from laplace.checks import choice, whole_number
 from laplace.counting import counted
 from laplace.curvature import CURVATURES
-from laplace.errors import InputError, LaplaceError, choice
+from laplace.errors import InputError, LaplaceError
 from laplace.functional import FUNCTIONAL
 from laplace.functional.structure import DEFAULT_POINTS
 from laplace.laplace import Laplace
-from laplace.options import whole_number
 from laplace.precision import plain
 from laplace.structures import STRUCTURES, Structure
 

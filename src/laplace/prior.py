@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from laplace.errors import OptionError, shown
+from laplace.checks import positive, real
+from laplace.errors import OptionError
+from laplace.structures import per_weight
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Prior:
     def of(cls, precision: Tensor | float, mean: Tensor | float) -> Prior:
         """A checked prior from numbers or tensors; lengths are checked once the layout is known."""
         precision = own(positive(precision, "prior_precision"))
-        mean = own(_real(mean, "prior_mean"))
+        mean = own(real(mean, "prior_mean"))
         if precision.dim() > 1 or mean.dim() > 1:
             raise OptionError(
                 f"prior_precision has shape {tuple(precision.shape)} and prior_mean {tuple(mean.shape)}; "
@@ -75,8 +77,8 @@ class Prior:
         if "diag" not in structures and self.precision.numel() not in (1, blocks):
             raise OptionError(
                 f"a prior precision per weight ({weights} values) has no Kronecker form and none in a kernel. Give a "
-                f"scalar, or {blocks} values (one per parameter tensor), or take hessian_structure='full', 'lowrank', "
-                "'block', 'inf' or 'diag'."
+                f"scalar, or {blocks} values (one per parameter tensor), or take "
+                f"hessian_structure={per_weight()}."
             )
         if self.mean.numel() not in (1, weights):
             raise OptionError(
@@ -159,30 +161,3 @@ def own(tensor: Tensor) -> Tensor:
         return tensor
     with torch.inference_mode(False):
         return tensor.detach().clone()
-
-
-def positive(value: Tensor | float, what: str) -> Tensor:
-    """`value` as a tensor of positive finite numbers."""
-    tensor = _real(value, what)
-    if tensor.numel() == 0 or not (tensor > 0).all():
-        shown = f"{float(tensor.min()):g}" if tensor.numel() else "nothing"
-        raise OptionError(
-            f"{what} must be positive; got {shown}{' as its smallest value' if tensor.numel() > 1 else ''}."
-        )
-    return tensor
-
-
-def _real(value: Tensor | float, what: str) -> Tensor:
-    if isinstance(value, bool):
-        raise OptionError(f"{what}={value!r}: a number or a tensor of numbers is needed.")
-    try:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"{what}={shown(value)} is no number or tensor of numbers; write {what}=1.0.") from error
-    if tensor.is_complex() or tensor.dtype is torch.bool:
-        raise OptionError(f"{what} has dtype {tensor.dtype}; real numbers needed.")
-    if not tensor.is_floating_point():
-        tensor = tensor.to(torch.get_default_dtype())
-    if not tensor.isfinite().all():
-        raise OptionError(f"{what} holds NaN or infinite values.")
-    return tensor

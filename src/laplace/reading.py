@@ -11,7 +11,8 @@ from torch import Tensor
 
 from laplace.algebra import Clipped
 from laplace.budget import Budget
-from laplace.errors import InputError, UnsupportedError, shown
+from laplace.checks import shown
+from laplace.errors import InputError, UnsupportedError
 from laplace.posterior import Fit, Posterior
 from laplace.precision import plain, plainly
 from laplace.structures import Gaussian
@@ -175,7 +176,7 @@ class Readable(ABC):
     @plainly
     def posterior_scale(self) -> Tensor:
         """A root of the covariance: (P, P) with S S^T = Sigma for full, (P,) standard deviations for diag."""
-        if self._fit.structure.name == "diag":
+        if self._fit.structure.name == "diag" or self._fit.structure.functional:  # which says what there is instead
             return self.posterior_variance.sqrt()
         if self._fit.structure.name == "full":
             eye = torch.eye(self.n_params, dtype=self.mean.dtype, device=self.mean.device)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.checkpoint import state_dict
+from laplace.checkpoints.state import state_dict
 from laplace.errors import CheckpointError, OptionError, UnsupportedError
 from laplace.fitting import Accumulator
 from laplace.structures import STRUCTURES

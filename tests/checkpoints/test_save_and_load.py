@@ -12,7 +12,7 @@ from torch import nn
 
 import oracle
 from laplace import Categorical, Laplace
-from laplace.checkpoint import state_without_inputs
+from laplace.checkpoints.state import state_without_inputs
 from laplace.errors import CheckpointError, NotFittedError, OptionError, StaleWarning, UnsupportedError
 from laplace.nested import tensors_in
 from laplace.structures import STRUCTURES

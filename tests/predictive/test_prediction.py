@@ -132,9 +132,9 @@ def test_a_loader_gives_what_one_call_gives(task, pred_type, capsys):
         assert len(parts) == len(x)
         tolerance = 1e-10 if pred_type == "glm" else 0.25
         torch.testing.assert_close(parts.mean, whole.mean, atol=tolerance, rtol=0)
+    assert capsys.readouterr().err == ""
+    la.predict(DataLoader(TensorDataset(x), 4), progress_bar=True)
     assert "predict" in capsys.readouterr().err
-    la.predict(DataLoader(TensorDataset(x), 4), progress_bar=False)
-    assert "predict" not in capsys.readouterr().err
 
 
 def test_numpy_gives_arrays_and_repr_is_short():

@@ -154,7 +154,7 @@ def test_negative_eigenvalues_of_a_hessian_are_dropped_and_said_once():
 @pytest.mark.filterwarnings(WARNING)
 def test_a_hessian_is_found_by_products_alone(monkeypatch):
     h = dense("hessian")
-    monkeypatch.setattr("laplace.curvature.hessian.LIMIT", 0)
+    monkeypatch.setattr("laplace.backprop.hessian.LIMIT", 0)
     la = fit("lowrank", "hessian", rank=6)
     values, expected = oracle.top_eigenpairs(h, 6)
     assert_close(la.spectrum.eigenvalues, values, 1e-8)

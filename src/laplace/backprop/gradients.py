@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from laplace.algebra import gram
 from laplace.curvature.output import OutputCurvature
 from laplace.positions import Positions
+
+if TYPE_CHECKING:
+    from laplace.batches import Inputs
 
 
 class Basis:
@@ -251,6 +254,25 @@ class Jacobian(Protocol):
 
     def along(self, steps: Tensor) -> Tensor:
         """J step, (S, P) -> (S, N, C)."""
+        ...
+
+
+class Engine(Protocol):
+    """What fitting and predicting need of a network: runs on batches."""
+
+    linear: bool  # whether the outputs are linear in the weights
+    plan: Any  # what was learned of the network so far; None where nothing needs to be
+
+    def room(self) -> int:
+        """Up to how many examples small batches are run together."""
+        ...
+
+    def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
+        """The inputs cut so that the gradients of so many vectors fit into memory."""
+        ...
+
+    def forward(self, inputs: Inputs, with_grad: bool = False) -> Forward:
+        """Run the network."""
         ...
 
 

@@ -34,6 +34,7 @@ class Head:
     """Runs a network up to and through its last layer, on a replica of its own."""
 
     linear = True
+    plan = None
 
     def __init__(self, model: nn.Module, weights: LastLayer, budget: Budget, class_dim: int | None = -1) -> None:
         self.replica, self.weights, self.class_dim, self.budget = replicate(model), weights, class_dim, budget
@@ -63,7 +64,10 @@ class Head:
             handle.remove()
         name = self.weights.module
         if len(seen) != 1:
-            raise ModelError(f"the last layer {name!r} was called {len(seen)} times in one run; once is needed.")
+            raise ModelError(
+                f"the last layer {name!r} was called {len(seen)} times in one run; once is needed. Take "
+                "subset_of_weights='all', or the layer's name as subset_of_weights=[name]."
+            )
         phi, phi_version, out, version = seen[0]
         self._check(out, version, f)
         if phi._version != phi_version:

@@ -20,12 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from laplace.algebra import gram, precise_gram
 from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
 from laplace.backprop.audit import EXAMPLES, make_plan
+from laplace.backprop.hessian import HessianMoments
 from laplace.backprop.plan import Learned, Plan, zeros_for
 from laplace.backprop.record import NotSeen, Recorded, Recorder
 from laplace.backprop.uses import Dense, Use, Written, along, split
 from laplace.batches import Inputs
 from laplace.budget import Budget
-from laplace.curvature.hessian import HessianMoments
 from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError, quiet
 from laplace.positions import Positions

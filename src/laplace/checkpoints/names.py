@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from laplace.checkpoint import EARLIER, INDEX, SUMS
+from laplace.checkpoints.state import EARLIER, INDEX, SUMS
 from laplace.errors import OptionError
 
 Rename = Callable[[str], str]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 
 from laplace.batches import device_of, training_batches
-from laplace.checkpoint import INPUTS, NUMBERS, VECTORS, load_state_dict, state_dict, state_without_inputs
 from laplace.checkpoints import container, digests
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
+from laplace.checkpoints.state import INPUTS, NUMBERS, VECTORS, load_state_dict, state_dict, state_without_inputs
 from laplace.errors import CheckpointError, LaplaceError, UnsupportedError
 from laplace.functional import FUNCTIONAL
 from laplace.likelihoods import LIKELIHOODS, Likelihood, likelihood_named

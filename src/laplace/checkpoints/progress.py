@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from laplace.batches import Batch, Inputs, device_of
-from laplace.checkpoint import options_of
 from laplace.checkpoints import container, digests, files
 from laplace.checkpoints.digests import Digest
-from laplace.errors import CheckpointError, UnsupportedError, shown, whole_number
+from laplace.checkpoints.state import options_of
+from laplace.checks import shown, whole_number
+from laplace.errors import CheckpointError, UnsupportedError
 from laplace.nested import map_tensors
 from laplace.weights import LastLayer, Selection
 
@@ -123,7 +124,7 @@ def progress_of(
     settings = options_of(la) | {
         "curvature": curvature,
         "curvature_samples": la.curvature_samples,
-        "last_layer": getattr(weights, "module", None),
+        "last_layer": weights.module,
         "weights": [[name, *shape] for name, shape in zip(layout.names, layout.shapes, strict=True)],
         "indices": None if la.subnetwork_indices is None else Digest().add(la.subnetwork_indices).hex(),
         "generator": None if generator is None else Digest().add(generator.get_state()).hex(),

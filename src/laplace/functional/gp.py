@@ -20,8 +20,9 @@ from torch import Tensor
 
 from laplace.algebra import Clipped, cholesky, clip, spectrum
 from laplace.backprop.gradients import Jacobian
+from laplace.checks import shown
 from laplace.curvature.output import OutputCurvature
-from laplace.errors import OptionError, shown
+from laplace.errors import OptionError
 from laplace.functional.kernel import kernels
 from laplace.functional.points import FunctionJacobian
 from laplace.functional.structure import Functional, FunctionCurvature, FunctionGaussian, Gradients

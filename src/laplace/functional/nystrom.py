@@ -15,8 +15,9 @@ from torch import Tensor
 
 from laplace.algebra import cholesky, spectrum
 from laplace.backprop.gradients import Jacobian, Moments
+from laplace.checks import whole_number
 from laplace.curvature.output import OutputCurvature
-from laplace.errors import InputError, warn, whole_number
+from laplace.errors import InputError, warn
 from laplace.functional.kernel import kernel
 from laplace.functional.points import FunctionJacobian
 from laplace.functional.structure import Functional, FunctionCurvature, FunctionGaussian, Gradients, refuse
@@ -82,7 +83,10 @@ class Nystrom(Functional):
             )
         there = int((values > _SMALLEST * values[-1]).sum())
         if there == 0:
-            raise InputError("the gradients at all kept points are zero: there is no direction to keep.")
+            raise InputError(
+                "the gradients at all kept points are zero: there is no direction to keep. Give other data, or a "
+                "larger n_subset=."
+            )
         if self.rank is not None and self.rank > there:
             warn(f"rank={self.rank} was asked for, and the kernel of the kept points has rank {there}: that is kept.")
         return min(there, DEFAULT_RANK if self.rank is None else self.rank)

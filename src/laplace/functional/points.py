@@ -10,20 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Forward, Jacobian, Spread
+from laplace.backprop.gradients import Engine, Forward, Jacobian, Spread
 from laplace.backprop.uses import Use
 from laplace.batches import Batch
-from laplace.functional.structure import Gradients
-
-if TYPE_CHECKING:
-    from laplace.fitting import Engine
 
 Value = TypeVar("Value")
+Gradients = Callable[[], Iterable[list[Use]]]  # of the kept points, some at a time, for each parameter
 
 
 @dataclass
@@ -63,11 +60,6 @@ class Points:
         device = torch.device(device)
         parts = [Batch(part.index, part.inputs.to(device), part.y.to(device)) for part in self.parts]
         return Points(parts, self.numbers)
-
-
-def beside(forward: Forward, points: Points | None, engine: Engine, limit: int) -> Any:
-    """A run at new inputs with the kept points beside it, whose gradients may be kept in `limit` bytes."""
-    return FunctionForward(forward, lambda: () if points is None else points.gradients(engine, limit))
 
 
 class FunctionForward:

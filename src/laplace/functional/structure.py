@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from laplace.algebra import EIGH
-from laplace.backprop.gradients import Moments
+from laplace.backprop.gradients import Engine, Forward, Moments
 from laplace.backprop.uses import Use
+from laplace.checks import whole_number
 from laplace.curvature.output import OutputCurvature
-from laplace.errors import OptionError, UnsupportedError, shown
+from laplace.errors import UnsupportedError
+from laplace.functional.points import FunctionForward, Gradients, Points
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums
 from laplace.weights.layout import Layout
 
 DEFAULT_POINTS = 256  # kept where the user does not say how many, if there are so many
-
-Gradients = Callable[[], Iterable[list[Use]]]  # of the kept points, some at a time, for each parameter
 
 
 class Functional(Structure):
@@ -27,21 +26,18 @@ class Functional(Structure):
     functional = True
     exact_hessian = False
     prior_structures = ("scalar", "layerwise")
-    keeps_points: bool  # whether predictions need them
 
     def __init__(self, n_subset: int | None, seed: int) -> None:
-        if n_subset is not None and not _whole(n_subset, 1):
-            raise OptionError(
-                f"n_subset={shown(n_subset)} must be a whole number of at least 1, or None for all points up to "
-                f"{DEFAULT_POINTS}."
-            )
-        if not _whole(seed, 0):
-            raise OptionError(f"seed={shown(seed)} must be a whole number of at least 0.")
-        self.n_subset, self.seed = n_subset, seed
+        self.n_subset = None if n_subset is None else whole_number(n_subset, "n_subset")
+        self.seed = whole_number(seed, "seed", 0)
 
     @property
     def adds(self) -> bool:
         return False
+
+    def beside(self, forward: Forward, points: Points | None, engine: Engine, limit: int) -> Any:
+        """With the kept points beside it, whose gradients may be kept in `limit` bytes."""
+        return FunctionForward(forward, lambda: () if points is None else points.gradients(engine, limit))
 
     @property
     def most(self) -> int:
@@ -119,7 +115,3 @@ def refuse(what: str) -> NoReturn:
         f"hessian_structure='gp' is a posterior over functions and has no {what}. There is: la(x), la.predict(x), "
         "la.functional_samples(x) and the evidence; for weights take hessian_structure='full', 'kron' or 'diag'."
     )
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from laplace.errors import choice
+from laplace.checks import choice
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.likelihoods.bernoulli import Bernoulli, Multilabel
 from laplace.likelihoods.categorical import Categorical

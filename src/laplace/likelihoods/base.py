@@ -176,9 +176,18 @@ def shaped_like_outputs(f: Tensor, y: Tensor, what: str) -> Tensor:
         raise InputError(f"{what} labels have shape {tuple(y.shape)}, the outputs {tuple(f.shape)}: equal needed.")
     if y.is_complex():
         raise InputError(f"{what} labels have dtype {y.dtype}; real numbers needed.")
-    y = y.to(f.dtype)
-    if not y.isfinite().all():
-        raise InputError("the labels hold NaN or infinite values.")
+    return finite(y.to(f.dtype))
+
+
+def finite(y: Tensor) -> Tensor:  # (N, ...)
+    """Labels without NaN and infinity."""
+    bad = ~y.flatten(1).isfinite().all(1)
+    if bad.any():
+        first = int(bad.nonzero()[0])
+        raise InputError(
+            f"the labels hold NaN or infinite values for {int(bad.sum())} of {len(y)} rows, the first is number "
+            f"{first}. Leave these examples out, or give them weight 0 and any label."
+        )
     return y
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Dirichlet, Distribution
 
+from laplace.checks import shown
 from laplace.curvature.output import OutputCurvature
-from laplace.errors import InputError, OptionError, shown
+from laplace.errors import InputError, OptionError
 from laplace.likelihoods.base import IGNORED, check_range, class_indices
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
@@ -72,7 +73,9 @@ class Categorical(OneOfSeveral):
                 "two outputs. torch.cat([zeros_like(f), f], -1) is the same model."
             )
         if self.class_weights is not None and len(self.class_weights) != f.shape[1]:
-            raise InputError(f"class_weights has {len(self.class_weights)} values for {f.shape[1]} classes.")
+            raise InputError(
+                f"class_weights has {len(self.class_weights)} values for {f.shape[1]} classes; one each needed."
+            )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         if y.shape != f.shape[:1] and not y.is_floating_point():

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
+from laplace.checks import shown
 from laplace.curvature.output import OutputCurvature
 from laplace.draws import Draws, normals_by_example
-from laplace.errors import InputError, OptionError, shown
-from laplace.likelihoods.base import Likelihood, Sums, Targets
+from laplace.errors import InputError, OptionError
+from laplace.likelihoods.base import Likelihood, Sums, Targets, finite
 from laplace.predictive.outputs import OutputGaussian, lower_root
 from laplace.predictive.response import Latent, Outputs, Response
 
@@ -61,9 +62,7 @@ class Gaussian(Likelihood):
         if y.is_complex() or y.dtype is torch.bool:
             raise InputError(f"regression labels have dtype {y.dtype}; real numbers needed. Write y.float().")
         y = y.to(f.dtype)
-        if not y.isfinite().all():
-            raise InputError("the labels hold NaN or infinite values.")
-        return y
+        return finite(y)
 
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
         value, r = self._read(f, y)

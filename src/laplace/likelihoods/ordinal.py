@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from laplace.checks import shown
 from laplace.curvature.output import OutputCurvature
-from laplace.errors import InputError, OptionError, shown
+from laplace.errors import InputError, OptionError
 from laplace.likelihoods.base import IGNORED, check_range, class_indices
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.predictive.links import Link, MonteCarlo, Quadrature

@@ -12,10 +12,11 @@ from torch import Tensor
 from laplace.backprop.gradients import Forward, Jacobian
 from laplace.batches import Inputs, Keys, prediction_batches
 from laplace.budget import Budget
+from laplace.checks import generator_or_none, shown, whole_number
 from laplace.draws import Draws, normals
-from laplace.errors import InputError, OptionError, UnsupportedError, shown
+from laplace.errors import InputError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood
-from laplace.options import generator_or_none, pred_type_named, whole_number
+from laplace.options import pred_type_named
 from laplace.positions import Positions
 from laplace.posterior import Posterior
 from laplace.precision import plainly
@@ -131,7 +132,7 @@ class Predictable(ABC):
         n_samples: int = 100,
         diagonal_output: bool | None = None,
         generator: torch.Generator | None = None,
-        progress_bar: bool = True,
+        progress_bar: bool = False,
         **model_kwargs: Any,
     ) -> Prediction | PredictionAtPositions:
         """p(y given x, data) with observation noise, its summaries, and epistemic and aleatoric uncertainty apart.

@@ -70,7 +70,7 @@ class InShape:
 
 @dataclass(frozen=True)
 class PredictionAtPositions:
-    """p(y given x, data) in the shape of the network's outputs; everything as `Prediction` has it.
+    """p(y given x, data) in the shape of the network's outputs, as `Prediction` has it; the outputs are in `rows`.
 
     Attributes:
         rows: the same for each position of each example by itself, (N * T, C).

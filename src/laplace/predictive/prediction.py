@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Dirichlet, Distribution, MultivariateNormal, Normal
 
+from laplace.checks import shown
 from laplace.draws import Draws
-from laplace.errors import OptionError, shown
+from laplace.errors import OptionError
 from laplace.predictive.links import softmax
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 

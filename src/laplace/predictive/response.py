@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
+from laplace.checks import choice
 from laplace.draws import Draws
-from laplace.errors import UnsupportedError, choice
+from laplace.errors import UnsupportedError
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
 from laplace.predictive.prediction import Prediction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from laplace.structures.base import Curvature, Gaussian, Pass, Structure, Sums
@@ -22,5 +23,22 @@ STRUCTURES: Final[dict[str, type[Structure]]] = {
     "inf": Inf,
     "lowrank": LowRank,
 }
+
+
+def _listed(which: Callable[[type[Structure]], bool]) -> str:
+    """The names of some structures, for an error message."""
+    *names, last = (repr(name) for name, structure in STRUCTURES.items() if which(structure))
+    return f"{', '.join(names)} or {last}"
+
+
+def adding() -> str:
+    """The names of those whose sums add."""
+    return _listed(lambda structure: structure.passes == 1)
+
+
+def per_weight() -> str:
+    """The names of those that can take a precision per weight."""
+    return _listed(lambda structure: "diag" in structure.prior_structures)
+
 
 __all__ = ["STRUCTURES", "Curvature", "Gaussian", "Pass", "Structure", "Sums"]

@@ -11,12 +11,13 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace.algebra import Clipped, Rows
-from laplace.backprop.gradients import Jacobian, Moments
+from laplace.backprop.gradients import Engine, Forward, Jacobian, Moments
 from laplace.budget import Budget
 from laplace.weights.layout import Layout
 
@@ -140,6 +141,8 @@ class Structure(Pass):
         exact_hessian: whether there is a form for curvature='hessian'.
         scattered: whether it can keep some weights of a tensor without the others.
         prior_structures: which priors it can take.
+        weight_sharing: whether positions are taken together ('reduce') before their factors are formed, or not.
+        keeps_points: whether predictions need some of the data.
         budget: the memory that may be taken, the user's once there is one.
     """
 
@@ -151,6 +154,8 @@ class Structure(Pass):
     exact_hessian: bool = True
     scattered: bool = True
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
+    weight_sharing: str = "expand"
+    keeps_points: bool = False
     budget: Budget = Budget()
 
     @property
@@ -182,6 +187,10 @@ class Structure(Pass):
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
         """The next run over the data, given what those before have left; None once all is there."""
         return None
+
+    def beside(self, forward: Forward, points: Any, engine: Engine, limit: int) -> Forward:
+        """A run at new inputs as this posterior sees it: one over functions looks at its own points, too."""
+        return forward
 
     def notes(self, sums: Sums) -> Iterator[str]:
         """What the user is warned of after a fit that left these sums."""

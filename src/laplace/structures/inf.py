@@ -17,7 +17,8 @@ from torch.nn.functional import one_hot
 
 from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread
 from laplace.budget import Budget
-from laplace.errors import OptionError, shown, whole_number
+from laplace.checks import shown, whole_number
+from laplace.errors import OptionError
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import Eigh

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from laplace.algebra import EIGH, SYMMETRIC, Rows, check_positive
 from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread, rotate_left, rotate_right
-from laplace.errors import NumericalError, OptionError, shown
+from laplace.checks import shown
+from laplace.errors import NumericalError, OptionError
 from laplace.structures.base import Contribution, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
@@ -128,7 +129,7 @@ class EigenbasisBlock(Block):
         if precision.numel() != 1:
             raise OptionError(
                 f"a prior precision per weight ({precision.numel()} values for one tensor) has no Kronecker form. Give "
-                "a scalar or one value per tensor, or take hessian_structure='full', 'diag', 'block' or 'inf'."
+                "a scalar or one value per tensor."
             )
         eigenvalues = self.eigenvalues(scale, precision.reshape(()))
         check_positive(eigenvalues)

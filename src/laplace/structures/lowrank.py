@@ -14,7 +14,8 @@ from torch import Tensor
 
 from laplace.algebra import EIGH
 from laplace.backprop.gradients import Moments
-from laplace.errors import OptionError, whole_number
+from laplace.checks import whole_number
+from laplace.errors import OptionError
 from laplace.structures.base import Contribution, Pass, Structure, Sums
 from laplace.structures.krylov import Krylov, Ritz, start, vectors
 from laplace.structures.lowrank_gaussian import LowRankCurvature

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from laplace.backprop.gradients import Forward
 from laplace.batches import Inputs, Keys, prediction_batches, training_batches
 from laplace.budget import Budget
+from laplace.checks import choice, positive, shown, unchanged, whole_number
 from laplace.counting import counted
-from laplace.errors import InputError, OptionError, UnsupportedError, choice, shown, whole_number
+from laplace.errors import InputError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood, Targets
-from laplace.options import method_named, pred_type_named, unchanged
+from laplace.options import method_named, pred_type_named
 from laplace.posterior import Posterior
 from laplace.precision import plainly
-from laplace.prior import positive
 from laplace.structures import Structure
 from laplace.tuning import result
 from laplace.tuning.bayesian import bayesian_search

@@ -27,11 +27,10 @@ from laplace.algebra import cholesky
 from laplace.backprop import Head
 from laplace.batches import Inputs, Keys, device_of, prediction_batches
 from laplace.budget import Budget
+from laplace.checks import positive, whole_number
 from laplace.errors import InputError, NumericalError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.options import whole_number
 from laplace.precision import plainly
-from laplace.prior import positive
 from laplace.tuning.units import Chain, widening
 from laplace.weights import Last
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.errors import OptionError, choice
+from laplace.checks import choice
+from laplace.errors import OptionError
 from laplace.posterior import Posterior
 
 KINDS = ("prior_precision", "sigma_noise", "temperature")

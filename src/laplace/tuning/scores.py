@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.errors import InputError, OptionError, shown
+from laplace.checks import shown
+from laplace.errors import InputError, OptionError
 from laplace.likelihoods import Likelihood, Targets
 from laplace.predictive.response import Outputs
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from laplace.checks import whole_number
 from laplace.errors import BoundaryWarning, NumericalError, OptionError, warn
 from laplace.posterior import Posterior
 from laplace.tuning.result import Point, Tuned
@@ -26,9 +27,12 @@ _ROUNDING = 1e-10
 
 def log_grid(low: float, high: float, size: int, base: float) -> Tensor:  # (size,)
     """Natural logarithms of `size` values from base^low to base^high, evenly spaced."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise OptionError(f"grid_size={size!r} must be a whole number of at least 1.")
-    if not low < high or base <= 1:
+    size = whole_number(size, "grid_size")
+    try:
+        runs = -math.inf < float(low) < float(high) < math.inf and 1 < float(base) < math.inf
+    except (TypeError, ValueError, RuntimeError):
+        runs = False
+    if not runs:
         raise OptionError(
             f"the grid runs from {base}**{low} to {base}**{high}; needed: log_prior_prec_min < log_prior_prec_max and "
             "log_prior_prec_base > 1."

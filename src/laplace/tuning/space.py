@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace.errors import OptionError, UnsupportedError
 from laplace.posterior import Posterior
+from laplace.structures import per_weight
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Space:
             allowed = ", ".join(map(repr, fit.structure.prior_structures))
             raise UnsupportedError(
                 f"{fit.structure.name} has no form for prior_structure={self.groups!r}. It has: {allowed}; "
-                "a precision per weight needs hessian_structure='full', 'lowrank', 'block', 'inf' or 'diag'."
+                f"a precision per weight needs hessian_structure={per_weight()}."
             )
         if self.noise and not fit.likelihood.has_noise:
             raise OptionError(f"tuning sigma_noise is for regression; {fit.likelihood.name} has no noise to tune.")

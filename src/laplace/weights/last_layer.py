@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.batches import Inputs
-from laplace.errors import ModelError, OptionError, choice, warn
+from laplace.checks import choice
+from laplace.errors import ModelError, OptionError, warn
 from laplace.replica import replicate, unwrap
 from laplace.weights.layout import Layout
 from laplace.weights.pointwise import Pointwise, applied, is_pointwise

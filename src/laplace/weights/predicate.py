@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from laplace.errors import OptionError, shown
+from laplace.checks import shown
+from laplace.errors import OptionError
 from laplace.weights.layout import Layout
 from laplace.weights.named import listed
 from laplace.weights.selection import Choice, Selection, parameters_of

@@ -20,6 +20,8 @@ class Selection:
     """The uncertain weights of any layers."""
 
     layout: Layout
+    module: None = None  # of which single layer they are, and what is done with a sequence behind it
+    reduction: None = None
 
     @property
     def described(self) -> str:

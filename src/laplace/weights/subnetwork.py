@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import OptionError, shown, warn
+from laplace.checks import shown
+from laplace.errors import OptionError, warn
 from laplace.weights.layout import Layout
 from laplace.weights.selection import Choice, Selection, trainable_of
 

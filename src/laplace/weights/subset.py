@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from laplace.batches import Inputs
-from laplace.errors import OptionError, shown
+from laplace.checks import shown
+from laplace.errors import OptionError
 from laplace.weights.all_weights import All
 from laplace.weights.last_layer import LastLayer, find_last_layer
 from laplace.weights.named import GLOB, Named, matches, nearest

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.checks import whole_number
 from laplace.errors import NotFittedError, OptionError
-from laplace.options import whole_number
 from laplace.precision import plainly
 from laplace.weights.selection import trainable_of
 
@@ -56,7 +56,8 @@ class SubnetMask(ABC):
         found = self.chosen(train_loader).cpu()
         if not len(found):
             raise OptionError(
-                f"{type(self).__name__} found weights that all have requires_grad=False, which stay certain."
+                f"{type(self).__name__} found weights that all have requires_grad=False, which stay certain. "
+                "Choose others, or call requires_grad_(True) on these."
             )
         self._indices = found.sort().values
         return self._indices.clone()

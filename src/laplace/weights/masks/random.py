@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.options import generator_or_none
+from laplace.checks import generator_or_none
 from laplace.weights.masks.base import ScoreMask
 from laplace.weights.selection import trainable_of
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace.batches import Keys, training_batches
+from laplace.checks import positive, whole_number
 from laplace.errors import InputError, NumericalError
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.options import whole_number
-from laplace.prior import positive
 from laplace.replica import replicate
 from laplace.weights.masks.base import ScoreMask
 from laplace.weights.selection import trainable_of

@@ -55,8 +55,8 @@ def state_without_inputs(la: Laplace) -> dict[str, Any]:
     state: dict[str, Any] = options_of(la) | {
         "names": list(fit.layout.names),
         "shapes": [list(shape) for shape in fit.layout.tensor_shapes],
-        "last_layer": getattr(weights, "module", None),
-        "feature_reduction": getattr(weights, "reduction", None),
+        "last_layer": weights.module,
+        "feature_reduction": weights.reduction,
         "mean": fit.mean.clone(),
         "n_data": fit.n_data,
         "n_outputs": fit.n_outputs,
@@ -144,7 +144,7 @@ def _layout(state: Mapping[str, Any]) -> Layout:
 
 def _points(la: Laplace, state: Mapping[str, Any]) -> Points | None:
     """The kept points, where there are some."""
-    if not getattr(la.structure, "keeps_points", False):
+    if not la.structure.keeps_points:
         return None
     missing = [key for key in (INPUTS, VECTORS, NUMBERS) if key not in state]
     if missing:
