@@ -87,7 +87,7 @@ PROBLEMS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], float, tuple[f
     "fewer examples than weights": (lambda: _plain(3), 1.0, (4e-7, 3e-6, 3e-6, 5e-7)),
     "prior 1e8": (_plain, 1e8, (8e-14, 3e-6, 3e-6, 9e-7)),
     "prior 1e-8": (_plain, 1e-8, (2e-7, 3e-5, 4e-5, 8e-7)),
-    "many weights, prior 1e-8": (lambda: _plain(20, 50), 1e-8, (2e-7, 3e-5, 4e-5, 8e-7)),
+    "many weights, prior 1e-8": (lambda: _plain(20, 50), 1e-8, (1e-6, 4e-5, 4e-5, 5e-7)),
     "constant inputs": (_constant, 1.0, (1e-6, 5e-6, 2e-5, 5e-7)),
 }
 

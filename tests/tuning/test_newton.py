@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.errors import BoundaryWarning, LaplaceWarning
+from laplace.errors import BoundaryWarning, LaplaceWarning, NumericalError
 from laplace.structures import STRUCTURES
 from networks import cut, make
 from zoo import build
@@ -82,3 +82,40 @@ def test_too_few_steps_are_warned_of():
     la = Laplace(model, "classification").fit(cut(x, y, 16))
     with pytest.warns(LaplaceWarning, match=r"not converged after 1 steps.*n_steps"):
         la.optimize_prior_precision(n_steps=1, init_prior_prec=1e4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("structure", ["full", "block", "kron"])
+def test_noise_may_go_to_almost_nothing(structure, dtype):
+    """A network that explains its data to seven digits: what the data says is 1e11 times what the prior does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 1)).to(dtype)
+    x = torch.randn(200, 4, dtype=dtype)
+    with torch.no_grad():
+        y = model(x) + 1e-6 * torch.randn(200, 1, dtype=dtype)
+    la = Laplace(model, "regression", "all", structure).fit([(x, y)])
+    before = float(la.log_marginal_likelihood())
+    tuned = la.tune("prior_precision", "sigma_noise", prior_structure="layerwise")
+    assert tuned.score > before
+    assert 1e-7 < tuned.sigma_noise < (1e-4 if structure == "full" else 0.1)  # tensors apart explain less
+    assert la(x)[1].isfinite().all()
+
+
+def test_a_step_to_where_the_prior_is_lost_is_taken_back():
+    """Rank one, in float64: from some ratio on, the precision is no longer positive definite in this precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(1, 3).double().expand(30, -1).contiguous()
+    with torch.no_grad():
+        y = model(x)
+    la = Laplace(model, "regression", "all", "full").fit([(x, y)])
+    la.prior_precision, la.sigma_noise = torch.full((4,), 1e-8), 1e-8
+    with pytest.raises(NumericalError, match="not positive definite"):
+        la.log_marginal_likelihood()
+    la.prior_precision, la.sigma_noise = 1.0, 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LaplaceWarning)
+        tuned = la.tune("prior_precision", "sigma_noise", prior_structure="layerwise")
+    assert tuned.sigma_noise < 1e-3
+    assert all(a.score <= tuned.score for a in tuned.points)
+    assert la.log_marginal_likelihood().isfinite()
