@@ -32,7 +32,7 @@ DROPOUT = {  # RMSE and test log-likelihood of Monte-Carlo dropout
     "wine": (0.62, -0.93),
     "yacht": (0.67, -1.25),
 }
-STEPS = 8000  # of the optimizer, so that small sets see more epochs
+STEPS, EPOCHS = 8000, 100  # of the optimizer, so that small sets see more epochs; at least so many epochs
 
 
 def run(name: str, split: int, folder: str | None, steps: int) -> dict:
@@ -47,7 +47,7 @@ def run(name: str, split: int, folder: str | None, steps: int) -> dict:
     model = nn.Sequential(nn.Linear(x.shape[1], 50), nn.Tanh(), nn.Linear(50, 1))
     order = torch.Generator().manual_seed(split)
     loader = DataLoader(TensorDataset(x[train], targets[train]), batch_size=128, shuffle=True, generator=order)
-    epochs = max(10, steps // len(loader))
+    epochs = max(EPOCHS * steps // STEPS, steps // len(loader))
     la, *_ = marglik_training(
         model,
         loader,

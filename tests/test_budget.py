@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -85,9 +86,18 @@ def test_large_answers_are_refused_too():
         (lambda: la.posterior_precision.to_matrix(), "dense matrix of all weights"),
         (lambda: la.sample(10_000), "10,000 draws of 4,803 weights"),
         (lambda: la(torch.randn(2000, 20), joint=True), "joint covariance of 6,000 outputs"),
+        (lambda: la(torch.randn(500_000, 20)), r"an answer of [\d,]+ numbers or more needs .* or diagonal_output=True"),
+        (lambda: la.predict(torch.randn(500_000, 20)), "an answer of .* or fewer n_samples"),
+        (lambda: la.functional_samples(x, n_samples=10**7), "an answer of 240,000,000 numbers .* fewer draws"),
+        (lambda: la.functional_samples(x, n_samples=10**7, diagonal_output=True), "an answer of 240,000,000 numbers"),
+        (lambda: la.predictive_samples(x, "nn", n_samples=10**7), "an answer of 240,000,000 numbers"),
+        (lambda: la(x, "nn", n_samples=10**7), "an answer of 240,000,000 numbers"),
+        (lambda: la.predict(x, "nn", n_samples=10**7), "an answer of 240,000,000 numbers"),
+        (lambda: la.functional_covariance(torch.zeros(1, 1, 4803).expand(1000, 3, -1)), "covariance of 3,000 outputs"),
     ):
-        with pytest.raises(MemoryBudgetError, match=words):
+        with pytest.raises(MemoryBudgetError, match=words) as refused:
             ask()
+        assert re.search(r"needs .* of memory; 30 MB are allowed by memory_budget\. [A-Z]", str(refused.value))
     assert la.sample(10).shape == (10, 4803)
 
 

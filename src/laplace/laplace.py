@@ -182,7 +182,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         self._snapshot: Snapshot | None = None
         self._warned: set[str] = set()
         self._prior = prior_of(prior, prior_precision, prior_mean, self.structure.described)
-        self._sigma = self._checked_sigma(sigma_noise)
+        self._sigma = self._take_noise(sigma_noise)
 
     # ---- hyperparameters ---------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        self._sigma = self._checked_sigma(value)
+        self._sigma = self._take_noise(value)
 
     @property
     def temperature(self) -> float:
@@ -333,7 +333,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             OptionError: a value that is not positive, or of another length.
             NumericalError: a posterior precision that is not positive definite.
         """
-        sigma = self._sigma if sigma_noise is None else self._checked_sigma(sigma_noise)
+        sigma = self._sigma if sigma_noise is None else self._take_noise(sigma_noise)
         if prior_precision is not None:
             self.prior_precision = prior_precision
         self._sigma = sigma
@@ -399,7 +399,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
     def _restore(
         self, fit: Fit, weights: LastLayer | Selection, prior: Prior, sigma: Tensor, temperature: float
     ) -> None:
-        self._sigma, self._temperature = self._checked_sigma(sigma), _checked_temperature(temperature)
+        self._sigma, self._temperature = self._take_noise(sigma), _checked_temperature(temperature)
         self._fitted, self._weights, self._prior, self._snapshot = fit, weights, prior, Snapshot.of(self.model)
         self.curvature = fit.kind
 
@@ -408,7 +408,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             prior.check(self._fitted.layout, self.structure.prior_structures)
         self._prior = prior
 
-    def _checked_sigma(self, value: float | Tensor) -> Tensor:
+    def _take_noise(self, value: float | Tensor) -> Tensor:
         """One level of noise, (); what the outputs' noise is relative to each other is the likelihood's."""
         likelihood, level = self.likelihood.with_noise(own(positive(value, "sigma_noise")))
         if likelihood is not self.likelihood and self._fitted is not None:

@@ -245,7 +245,9 @@ class Readable(ABC):
             InputError: another number of weights.
         """
         self._check_weights(Js, "the Jacobian's last dimension")
-        return self.posterior.gaussian.dense_variance(Js.to(self.mean).flatten(0, -2))
+        rows = Js.to(self.mean).flatten(0, -2)
+        self._require_matrix(len(rows), f"the covariance of {len(rows):,} outputs", "functional_variance")
+        return self.posterior.gaussian.dense_variance(rows)
 
     def _check_weights(self, value: Tensor, what: str = "value") -> None:
         if not isinstance(value, Tensor) or value.is_complex():

@@ -23,10 +23,12 @@ from laplace.precision import plainly
 from laplace.predictive import predict as predicting
 from laplace.predictive.in_shape import InShape, PredictionAtPositions
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined, require_finite
+from laplace.predictive.predict import Answer
 from laplace.predictive.prediction import Prediction
 from laplace.structures import Structure
 
 _MAX_COVARIANCE = 32  # outputs up to which `predict` computes covariances unasked
+_FEWER = "Ask for fewer draws, or for fewer inputs at a time."
 
 
 class Predictable(ABC):
@@ -94,7 +96,7 @@ class Predictable(ABC):
             UnsupportedError: `joint` where it has no meaning, 'nn' of a posterior over functions.
             InputError: inputs that the network gives other, or not finite, outputs for.
             ModelError: inputs that the network fails on.
-            MemoryBudgetError: a joint covariance that would not fit into memory.
+            MemoryBudgetError: an answer that would not fit into memory.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         response = self.likelihood.response
@@ -117,6 +119,10 @@ class Predictable(ABC):
             runs = shape.watch(self._runs(inputs))
             if link:
                 return shape(torch.cat([self._through(run, link, draws, diagonal_output) for run in runs]))
+            c = self.posterior.fit.n_outputs if chosen is None else len(chosen)
+            runs = self._answer("Take fewer inputs at a time, or diagonal_output=True.").on(
+                runs, c if diagonal_output else c**2
+            )
             parts = [self._linearised(run, not diagonal_output, chosen) for run in runs]
             out = joined([*parts])
             assert isinstance(out, OutputGaussian)
@@ -157,6 +163,7 @@ class Predictable(ABC):
             OptionError: a link or a `pred_type` that there is not.
             InputError: inputs that the network gives other, or not finite, outputs for; a loader without a batch.
             ModelError: inputs that the network fails on.
+            MemoryBudgetError: an answer that would not fit into memory.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         response = self.likelihood.response
@@ -166,19 +173,22 @@ class Predictable(ABC):
             draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
         state = None if draws.generator is None else draws.generator.get_state()
         parts: list[tuple[OutputGaussian | OutputSamples, Tensor | None]] = []
-        shape = InShape()
+        shape, c = InShape(), self.posterior.fit.n_outputs
+        independent = c > _MAX_COVARIANCE and link != "mc" if diagonal_output is None else diagonal_output
+        answer = self._answer("Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
         with torch.set_grad_enabled(self.enable_backprop):
             for inputs in prediction_batches(x, self._keys, model_kwargs, progress_bar):
                 if pred_type == "nn":
                     if draws.generator is not None and state is not None:
                         draws.generator.set_state(state)  # the same draws of the weights for every batch
                     here = InShape()
-                    samples = OutputSamples(self._weight_draws(inputs, draws, True, here))
+                    samples = OutputSamples(self._weight_draws(inputs, draws, True, here, answer))
                     shape.add(here)
                     parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
                 else:
                     runs = shape.watch(self._runs(inputs), further=True)
-                    parts += [self._predict(run, link, draws, diagonal_output) for run in runs]
+                    runs = answer.on(runs, c if independent else c**2)
+                    parts += [self._predict(run, link, draws, independent) for run in runs]
             if not parts:
                 raise InputError("the loader to predict on gave no batch.")
             outputs = joined([outputs for outputs, _ in parts])
@@ -213,13 +223,14 @@ class Predictable(ABC):
         Raises:
             NotFittedError: before `fit`.
             UnsupportedError: 'nn' of a posterior over functions.
+            MemoryBudgetError: more draws than fit into memory.
         """
         pred_type = pred_type_named(pred_type, self.structure.functional)
         draws = Draws(whole_number(n_samples, "n_samples"), generator_or_none(generator))
         inputs, shape = Inputs(x, model_kwargs, self._keys), InShape()
         with torch.set_grad_enabled(self.enable_backprop):
             if diagonal_output and pred_type == "glm":
-                runs = shape.watch(self._runs(inputs))
+                runs = self._answer(_FEWER).on(shape.watch(self._runs(inputs)), draws.n * self.posterior.fit.n_outputs)
                 parts = [self._linearised(run, with_covariance=False) for run in runs]
                 drawn = torch.cat(list(joined([*parts]).draws(draws)), 1)
             elif self.structure.functional:
@@ -253,6 +264,7 @@ class Predictable(ABC):
         Raises:
             NotFittedError: before `fit`.
             UnsupportedError: 'nn' of a posterior over functions.
+            MemoryBudgetError: more draws than fit into memory.
         """
         f = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
         at = Positions.of(f[0], self.class_dim)
@@ -340,12 +352,24 @@ class Predictable(ABC):
         drawn = torch.cat(list(whole.draws(draws)), 1).squeeze(1)
         return drawn.unflatten(1, (-1, self.posterior.fit.n_outputs))
 
-    def _weight_draws(self, inputs: Inputs, draws: Draws, exact: bool, shape: InShape) -> Tensor:  # (S, N, C)
+    def _weight_draws(
+        self, inputs: Inputs, draws: Draws, exact: bool, shape: InShape, answer: Answer | None = None
+    ) -> Tensor:  # (S, N, C)
         """Outputs under draws of the weights; where one run is all, it is kept for all draws."""
+        answer, each = answer or self._answer(_FEWER), draws.n * self.posterior.fit.n_outputs
         if self.posterior.fit.linear:
-            runs = list(shape.watch(self._runs(inputs, whole=True)))
-            return predicting.sampled(self.posterior, lambda: runs, draws, exact)
-        return predicting.sampled(self.posterior, lambda: shape.watch(self._runs(inputs)), draws, exact)
+            kept = list(answer.on(shape.watch(self._runs(inputs, whole=True)), each))
+            return predicting.sampled(self.posterior, lambda: kept, draws, exact)
+        before = answer.numbers
+
+        def runs() -> Iterator[Forward]:
+            answer.numbers = before  # the same inputs again, for the next draws
+            return answer.on(shape.watch(self._runs(inputs)), each)
+
+        return predicting.sampled(self.posterior, runs, draws, exact)
+
+    def _answer(self, instead: str) -> Answer:
+        return Answer(self._budget, instead)
 
     def _linearised(self, forward: Forward, with_covariance: bool, chosen: Tensor | None = None) -> OutputGaussian:
         """The outputs' distribution for one run, of the `chosen` ones or of all."""
@@ -372,11 +396,9 @@ class Predictable(ABC):
         return require_finite(p, f"the mean of {link}")
 
     def _predict(
-        self, forward: Forward, link: str, draws: Draws, independent: bool | None
+        self, forward: Forward, link: str, draws: Draws, independent: bool
     ) -> tuple[OutputGaussian, Tensor | None]:
         """The outputs' distribution for one run, and the mean of the inverse link."""
-        if independent is None:
-            independent = forward.outputs.shape[1] > _MAX_COVARIANCE and link != "mc"
         jacobian = forward.jacobian()
         outputs = predicting.linearised(self.posterior, forward.outputs, jacobian, with_covariance=not independent)
         return outputs, self._linked(outputs, jacobian, link, draws, independent) if link else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward, Jacobian
+from laplace.budget import Budget
 from laplace.draws import Draws, normals
 from laplace.posterior import Posterior
 from laplace.predictive.links import onto_simplex
@@ -77,3 +79,21 @@ def through_link(
     p = f.softmax(-1)
     product = p * outputs.variance if independent else posterior.gaussian.product(jacobian, p)
     return onto_simplex(how.apply(f, outputs.variance, product))
+
+
+@dataclass
+class Answer:
+    """What a call returns, counted as the inputs run: refused before it would not fit into memory."""
+
+    budget: Budget
+    instead: str
+    numbers: int = 0
+
+    def on(self, runs: Iterable[Forward], each: int) -> Iterator[Forward]:
+        """The same runs, every row of which leaves so many numbers."""
+        for run in runs:
+            self.numbers += len(run.outputs) * each
+            f = run.outputs
+            needed = 2 * f.element_size() * self.numbers  # its parts, and all of it
+            self.budget.require(needed, f.device, f"an answer of {self.numbers:,} numbers or more", self.instead)
+            yield run
