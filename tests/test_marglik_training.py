@@ -13,7 +13,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from exact import assert_close
 from laplace import Laplace, marglik_training
 from laplace.checkpoints import container
-from laplace.errors import CheckpointError, InputError, LaplaceWarning, OptionError
+from laplace.errors import (
+    CheckpointError,
+    InputError,
+    LaplaceWarning,
+    NumericalError,
+    OptionError,
+    UnsupportedError,
+)
 from networks import cut, make
 
 NOISE = 0.3
@@ -206,10 +213,48 @@ def test_the_network_comes_back_in_its_mode_and_bad_input_is_refused():
         marglik_training(model, iter(data), "regression", n_epochs=1)
     with pytest.raises(InputError, match="gave no example"):
         marglik_training(model, [], "regression", n_epochs=1)
-    with pytest.raises(OptionError, match="prior_structure='diag' is not an option"):
+    with pytest.raises(UnsupportedError, match=r"kron has no form for prior_structure='diag'.*'full', 'diag', 'block'"):
         marglik_training(model, data, "regression", n_epochs=1, prior_structure="diag")
     with pytest.raises(InputError, match="epoch 1, batch 1: the labels hold NaN"):
         marglik_training(model, [data[0], (data[1][0], data[1][1] * float("nan"))], "regression", n_epochs=1)
     prior = Laplace(model, "regression", "all").fit(data).as_prior()
     with pytest.raises(OptionError, match=r"leave prior_precision \(prior_prec_init\)"):
         marglik_training(model, data, "regression", n_epochs=1, prior=prior, prior_prec_init=2.0)
+    with pytest.raises(OptionError, match=r"ReduceLROnPlateau waits for a loss.*CosineAnnealingLR"):
+        marglik_training(
+            model, data, "regression", n_epochs=1, scheduler_cls=torch.optim.lr_scheduler.ReduceLROnPlateau
+        )
+    with pytest.warns(LaplaceWarning, match=r"never looked at: 3 epochs with n_epochs_burnin=3.*stay where they start"):
+        marglik_training(model, data, "regression", n_epochs=3, n_epochs_burnin=3)
+
+
+def test_training_that_diverges_says_so():
+    with pytest.raises((InputError, NumericalError), match=r"epoch \d+.*: .*Take a smaller learning rate"):
+        marglik_training(
+            small(),
+            cut(*wave(), 40),
+            "regression",
+            n_epochs=200,
+            optimizer_cls=torch.optim.SGD,
+            optimizer_kwargs={"lr": 100.0},
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"optimizer_kwargs": {"lr": 1e-4}}, r"lr of the optimizer \(0\.01 there, 0\.0001 here\)"),
+        ({"prior_prec_init": 2.0}, r"prior_prec_init \(1\.0 there, 2\.0 here\)"),
+        ({"sigma_noise_init": 0.5}, "sigma_noise_init"),
+        ({"n_hypersteps": 3}, "n_hypersteps"),
+        ({"n_epochs": 1}, r"has 2 epochs behind it; n_epochs=1 is fewer"),
+    ],
+)
+def test_a_training_goes_on_with_the_same_settings_only(changed, words, tmp_path):
+    data, path = cut(*wave(), 40), tmp_path / "training"
+    options = {"n_epochs": 2, "checkpoint": path, "optimizer_kwargs": {"lr": 1e-2}}
+    marglik_training(small(), data, "regression", **options)
+    with pytest.raises(CheckpointError, match=words):
+        marglik_training(small(), data, "regression", **options | {"n_epochs": 4} | changed)
+    *_, losses = marglik_training(small(), data, "regression", **options | {"n_epochs": 4})
+    assert len(losses) == 4

@@ -361,3 +361,27 @@ def test_threads_with_one_prior_of_earlier_tasks_get_their_own_curvature():
     with ThreadPoolExecutor(4) as pool:
         for got, want in zip(pool.map(again, range(4)), expected, strict=True):
             assert_close(got, want)
+
+
+def test_shards_can_be_summed_as_numbers_are():
+    model, x, y = make("mlp", "classification")
+    parts = [fitted(model, x[i::3], y[i::3]) for i in range(3)]
+    assert_close(sum(parts).posterior_covariance, (parts[0] + parts[1] + parts[2]).posterior_covariance)
+    with pytest.raises(TypeError):
+        _ = 1 + parts[0]
+
+
+def test_data_at_other_weights_cannot_be_added():
+    model, x, y = make("mlp", "classification")
+    la = fitted(model, x[:9], y[:9])
+    before = la.log_marginal_likelihood()
+    with torch.no_grad():
+        model[0].weight.mul_(3.0)
+    with pytest.raises(UnsupportedError, match=r"since fit, and data at other weights cannot be added.*as_prior"):
+        la.fit(cut(x[9:], y[9:], 6), override=False)
+    assert la.n_data == 9
+    assert la.log_marginal_likelihood() == before
+
+
+def test_a_prior_of_earlier_tasks_says_what_it_is():
+    assert repr(Tasks("kron", "all", "classification").la.as_prior()).startswith("CurvedPrior(kron of ")

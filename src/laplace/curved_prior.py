@@ -51,7 +51,7 @@ class Earlier:
         return task.structure.curvature(sums, task.layout, task.mean.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CurvedPrior(Prior):
     """`la.as_prior()`: pass it to the next task's `Laplace(..., prior=)` or `marglik_training(..., prior=)`.
 
@@ -146,6 +146,14 @@ class CurvedPrior(Prior):
 
     def to(self, device: torch.device | str) -> CurvedPrior:
         return replace(super().to(device), earlier=Earlier(self.earlier.fit.to(device)))
+
+    def __repr__(self) -> str:
+        layout, values = self.layout, self.precision.detach().reshape(-1)
+        delta = f"{float(values[0]):.4g}" if len(values) == 1 else f"{len(values)} values"
+        return (
+            f"CurvedPrior({self.earlier.fit.structure.described} of {layout.n_params:,} weights in {len(layout.names)} "
+            f"tensors, {self.n_data:,} examples of earlier tasks, prior precision {delta})"
+        )
 
     def _own(self) -> Gaussian:
         """N(0, (H + D)^-1), kept until delta changes: training asks for it at every batch."""

@@ -78,6 +78,11 @@ class StaleWarning(LaplaceWarning):
     """The network's weights are no longer those that the posterior was fitted at."""
 
 
+def numbered(error: LaplaceError, where: str) -> LaplaceError:
+    """The same error, with which batch it was; those that others look for stay as they are."""
+    return type(error)(f"{where}: {error}") if type(error) in (InputError, ModelError) else error
+
+
 def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
     """Warn, pointing at the line outside this package that led here."""
     level, frame = 1, sys._getframe(1)

@@ -15,7 +15,7 @@ from laplace.budget import Budget, in_bytes
 from laplace.checkpoints.progress import Progress
 from laplace.counting import counted
 from laplace.curvature import CURVATURES, OutputCurvature
-from laplace.errors import FormChangedError, InputError, NumericalError, UnsupportedError
+from laplace.errors import FormChangedError, InputError, ModelError, NumericalError, UnsupportedError, numbered
 from laplace.gathering import Group, gathered
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.posterior import Fit
@@ -158,8 +158,8 @@ class Accumulator:
         """Run a batch; what is refused is refused here, before anything is added."""
         try:
             forward, targets = counted(self.engine.forward(batch.inputs), batch, self.likelihood)
-        except InputError as error:
-            raise InputError(f"batch {batch.index}: {error}") from None
+        except (InputError, ModelError) as error:
+            raise numbered(error, f"batch {batch.index}") from error.__cause__
         f = forward.outputs
         if self.n_outputs not in (0, f.shape[1]):
             raise InputError(

@@ -265,7 +265,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             InputError: a batch that does not fit, or a loader without an example.
             ModelError: a network that cannot be treated as asked.
             MemoryBudgetError: sums that would not fit into memory.
-            UnsupportedError: `override=False` of a structure whose sums do not add.
+            UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
         """
         self._require_rereading(train_loader, override)
@@ -275,7 +275,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
         weights = self._find_weights(first.inputs, keep=not override)
         if not override and self._fitted is not None:
-            self._notice_changes()
+            self._require_unchanged()
         before = None if override else self._fitted
         engine = self._engine(weights, self._plan if before is not None else None)
         kind = self.curvature if before is not None else self._chosen_curvature(engine, first.inputs)

@@ -23,13 +23,16 @@ from laplace.checkpoints import training as files
 from laplace.checks import choice, generator_or_none, positive, whole_number
 from laplace.counting import checked, labelled_rows
 from laplace.curved_prior import CurvedPrior, vector_of
-from laplace.errors import InputError, warn
+from laplace.errors import CheckpointError, InputError, NumericalError, OptionError, UnsupportedError, warn
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.positions import Positions
+from laplace.structures import per_weight
 from laplace.tuning.evidence import climb
 from laplace.tuning.space import Space
 from laplace.weights.layout import Layout
+
+_DIVERGED = "Has training diverged? Take a smaller learning rate, as in optimizer_kwargs={'lr': 1e-3}."
 
 
 def marglik_training(
@@ -129,7 +132,7 @@ def marglik_training(
         **options,
     )
     tuning = _Tuning(
-        choice(prior_structure, la.structure.prior_structures, "prior_structure"),
+        _served(prior_structure, la),
         not fix_sigma_noise and la.likelihood.has_noise,
         whole_number(n_hypersteps, "n_hypersteps"),
         float(positive(lr_hyp, "lr_hyp")) * n_hypersteps,
@@ -141,10 +144,23 @@ def marglik_training(
             f"training reads the data once an epoch, and a {type(train_loader).__name__} can be read once. Give a "
             "DataLoader or a list of batches."
         )
+    if scheduler_cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise OptionError(
+            "scheduler_cls=ReduceLROnPlateau waits for a loss; here a scheduler takes a step after each batch, without "
+            "one. Take another, such as CosineAnnealingLR with T_max= the number of batches in all epochs."
+        )
+    if not any(map(tuning.is_due, range(1, whole_number(n_epochs, "n_epochs") + 1))):
+        warn(
+            f"the evidence is never looked at: {n_epochs} epochs with n_epochs_burnin={tuning.burnin} and "
+            f"marglik_frequency={tuning.frequency}. Prior and noise stay where they start."
+        )
     optimizer = optimizer_cls((p for p in model.parameters() if p.requires_grad), **_without_decay(optimizer_kwargs))
     scheduler = scheduler_cls(optimizer, **dict(scheduler_kwargs or {})) if scheduler_cls is not None else None
     data = _Data(train_loader, model, la._keys)
-    training = _Training(la, data, optimizer, scheduler, tuning, generator_or_none(generator))
+    told = _told(optimizer_kwargs, "optimizer") | _told(scheduler_kwargs, "scheduler")
+    told |= {"prior_prec_init": torch.as_tensor(prior_prec_init).tolist(), "fix_sigma_noise": bool(fix_sigma_noise)}
+    told |= {"sigma_noise_init": torch.as_tensor(sigma_noise_init).tolist()}
+    training = _Training(la, data, optimizer, scheduler, tuning, generator_or_none(generator), told)
     was_training = model.training
     try:
         training.run(whole_number(n_epochs, "n_epochs"), checkpoint, progress_bar, keep_best)
@@ -204,6 +220,7 @@ class _Training:
     scheduler: Any
     tuning: _Tuning
     generator: torch.Generator | None
+    told: Mapping[str, Any]  # what else the user said
     margliks: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
@@ -218,13 +235,18 @@ class _Training:
         if checkpoint is not None:
             state = files.load(checkpoint, settings, device_of(self.la.model))
             if state is not None:
+                if len(state["losses"]) > n_epochs:
+                    raise CheckpointError(
+                        f"checkpoint={str(checkpoint)!r} has {len(state['losses'])} epochs behind it; "
+                        f"n_epochs={n_epochs} is fewer. Give as many or more, or another file."
+                    )
                 self._restore(state)
                 files.set_random_state(state["random"], generators)
         with tqdm(total=n_epochs, initial=len(self.losses), disable=not progress_bar, unit="epoch") as bar:
             while len(self.losses) < n_epochs:
                 self.losses.append(self._epoch(layout))
                 if self.tuning.is_due(len(self.losses)):
-                    self.la.fit(self.data.loader, generator=self.generator)
+                    self._fit()
                     self.margliks.append(self.tuning.move(self.la))
                     if keep_best and self.margliks[-1] == max(self.margliks):
                         self.best = copy.deepcopy(self._where())
@@ -237,6 +259,13 @@ class _Training:
         if self.best is not None:
             self._go_to(self.best)
 
+    def _fit(self) -> None:
+        """The posterior at the current weights."""
+        try:
+            self.la.fit(self.data.loader, generator=self.generator)
+        except NumericalError as error:
+            raise NumericalError(f"after epoch {len(self.losses)}: {error} {_DIVERGED}") from error
+
     def _epoch(self, layout: Layout) -> float:
         """One run over the data; returns the negative log joint per example, as it was on the way."""
         la, total = self.la, 0.0
@@ -247,6 +276,11 @@ class _Training:
             self.optimizer.zero_grad()
             with torch.inference_mode(False), torch.enable_grad():
                 loss = -self._log_likelihood(batch, sigma) / la.temperature
+                if not loss.detach().isfinite():
+                    raise NumericalError(
+                        f"epoch {len(self.losses) + 1}, batch {batch.index}: the loss is {float(loss.detach())}. "
+                        + _DIVERGED
+                    )
                 loss = loss + 0.5 * prior.scatter(vector_of(la.model, layout), layout).to(loss) / self.data.n
                 (loss / unit.to(loss)).backward()
             self.optimizer.step()
@@ -264,7 +298,8 @@ class _Training:
             f = positions.rows(f) if kept is None else positions.rows(f)[kept]
             targets = checked(f, labels, likelihood)
         except InputError as error:
-            raise InputError(f"epoch {len(self.losses) + 1}, batch {batch.index}: {error}") from None
+            hint = "" if f.detach().isfinite().all() else " " + _DIVERGED
+            raise InputError(f"epoch {len(self.losses) + 1}, batch {batch.index}: {error}{hint}") from None
         return targets.total(likelihood.log_prob(f, targets.y, sigma.to(f))) / positions.n
 
     def _where(self) -> dict[str, Any]:
@@ -303,8 +338,33 @@ class _Training:
             "marglik_frequency": tuning.frequency,
             "n_epochs_burnin": tuning.burnin,
             "temperature": la.temperature,
+            "n_hypersteps": tuning.max_steps,
+            "reach": tuning.reach,
             "keep_best": keep_best,
+            **self.told,
         }
+
+
+def _served(groups: Any, la: Laplace) -> str:
+    """The prior structure, if the structure can take it."""
+    groups = choice(groups, ("scalar", "layerwise", "diag"), "prior_structure")
+    if groups not in la.structure.prior_structures:
+        raise UnsupportedError(
+            f"{la.structure.name} has no form for prior_structure={groups!r}. Take 'scalar' or 'layerwise', or "
+            f"hessian_structure={per_weight()}."
+        )
+    return groups
+
+
+def _told(options: Mapping[str, Any] | None, of: str) -> dict[str, Any]:
+    """Those options that can be compared when a training goes on: numbers, words, and lists of them."""
+    plain = (bool, int, float, str, type(None))
+    listed = {key: list(v) if isinstance(v, (tuple, list)) else v for key, v in dict(options or {}).items()}
+    return {
+        f"{key} of the {of}": v
+        for key, v in listed.items()
+        if isinstance(v, plain) or (isinstance(v, list) and all(isinstance(item, plain) for item in v))
+    }
 
 
 def _without_decay(options: Mapping[str, Any] | None) -> dict[str, Any]:

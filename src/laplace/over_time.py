@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laplace.checkpoints.state import options_of
 from laplace.curved_prior import CurvedPrior
-from laplace.errors import InputError, UnsupportedError
+from laplace.errors import InputError, NumericalError, UnsupportedError
 from laplace.posterior import Fit, Posterior, added
 from laplace.precision import plainly
 from laplace.replica import unwrap
@@ -76,8 +76,20 @@ class OverTime(ABC):
             return NotImplemented
         _require_the_same(self, other, "-")  # type: ignore[arg-type]
         fit = without(self.posterior.fit, other.posterior.fit)
-        _ = replace(self.posterior, fit=fit).gaussian.logdet()
+        try:
+            _ = replace(self.posterior, fit=fit).gaussian.logdet()
+        except NumericalError as error:
+            raise NumericalError(
+                "a - b: the precision would not be positive definite, so that not all of what is taken out was in. Fit "
+                f"b on data that a has seen. ({error})"
+            ) from error
         return self._with(fit)
+
+    def __radd__(self, other: Any) -> Self:
+        """sum([a, b, c]), which begins with 0."""
+        if not (isinstance(other, int) and other == 0):
+            return NotImplemented
+        return self._with(self.posterior.fit)
 
     def _with(self, fit: Fit) -> Self:
         out = copy.copy(self)

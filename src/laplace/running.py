@@ -144,6 +144,16 @@ class Running(ABC):
                 "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
             )
 
+    def _require_unchanged(self) -> None:
+        """Refuse to add data at other weights than those of the data before."""
+        assert self._weights is not None
+        assert self._fitted is not None
+        if changed := what_changed(self.model, self._weights, self._fitted.mean, self._snapshot):
+            raise UnsupportedError(
+                f"{changed} since fit, and data at other weights cannot be added. Fit all data at once, or "
+                "take what was learned as a prior: Laplace(..., prior=la.as_prior()).fit(new_loader)."
+            )
+
     def _warn_once(self, key: str, message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
         if key not in self._warned:
             self._warned.add(key)

@@ -147,7 +147,7 @@ def test_what_cannot_be_tuned_is_said():
     with pytest.raises(UnsupportedError, match=r"no optimum in the temperature.*method='validation'"):
         la.tune("temperature")
     with pytest.raises(
-        UnsupportedError, match=r"kron has no form.*'scalar', 'layerwise'.*'full', 'lowrank', 'block', 'inf' or 'diag'"
+        UnsupportedError, match=r"kron has no form.*'scalar', 'layerwise'.*'full', 'diag', 'block', 'inf' or 'lowrank'"
     ):
         la.optimize_prior_precision(prior_structure="diag")
     with pytest.raises(OptionError, match="for regression"):

@@ -119,3 +119,13 @@ def test_bad_calls_are_refused():
             with_uncertainty_units(net, "regression", *arguments, **options)
     with pytest.raises(ModelError):
         with_uncertainty_units(nn.Sequential(net, nn.Tanh()), "regression", [(x, y)], far)
+
+
+def test_a_network_of_one_layer_gets_units_beside_its_inputs():
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(2, 1), torch.randn(30, 2), torch.randn(30, 1)
+    far = 5 + torch.randn(30, 2)
+    wider = with_uncertainty_units(net, "regression", [(x, y)], far, units=8, steps=100)
+    torch.testing.assert_close(wider(x), net(x))
+    spreads = [Laplace(each, "regression").fit([(x, y)])(far)[1].mean() for each in (net, wider)]
+    assert spreads[1] > 1.05 * spreads[0]

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from laplace import Laplace
-from laplace.errors import BoundaryWarning, InputError, NumericalError, OptionError, UnsupportedError
+from laplace.errors import BoundaryWarning, InputError, ModelError, NumericalError, OptionError, UnsupportedError
 from laplace.structures import STRUCTURES
 from networks import split_task
 
@@ -194,8 +195,11 @@ BAD = [
     ({"grid_size": 1}, OptionError, "grid_size=1 must be a whole number of at least 2"),
     ({"bounds": (1, 2)}, OptionError, "a mapping such as"),
     ({"bounds": {"sigma": (1, 2)}}, OptionError, "'sigma_noise'"),
-    ({"bounds": {"temperature": (2, 1)}}, OptionError, r"bounds of temperature are \(2, 1\).*0 < low < high"),
-    ({"bounds": {"temperature": ("a", 1)}}, OptionError, "bounds of temperature"),
+    ({"bounds": {"prior_precision": (2, 1)}}, OptionError, r"bounds of prior_precision are \(2, 1\).*0 < low < high"),
+    ({"bounds": {"prior_precision": ("a", 1)}}, OptionError, "bounds of prior_precision"),
+    ({"bounds": {"temperature": (1, 2)}}, OptionError, r"which is not tuned: .*'prior_precision', 'temperature'"),
+    ({"ood_weight": 0.7}, OptionError, "ood_weight=0.7 goes with ood_loader="),
+    ({"loss": lambda p, y: torch.ones(())}, NumericalError, r"score is 1 at all 21 values of prior precision.*nothing"),
     ({"prior_structure": "diag"}, UnsupportedError, "'scalar' or 'layerwise'"),
     ({"method": "adam"}, OptionError, "'evidence', 'validation', 'bayesian'"),
     ({"method": "evidence"}, OptionError, "val_loader= goes with method='validation' or 'bayesian'"),
@@ -224,3 +228,83 @@ def test_unknown_and_repeated_names_are_refused():
         la.tune("temperature", "temperature")
     with pytest.raises(OptionError, match="for regression"):
         la.tune("sigma_noise")
+
+
+class Larger:
+    """A metric of which larger values are better, as torchmetrics' accuracy."""
+
+    higher_is_better = True
+
+    def reset(self):
+        self.total = 0.0
+
+    def update(self, p, y):
+        self.total += float(p.gather(1, y[:, None]).log().sum())
+
+    def compute(self):
+        return self.total
+
+
+def test_a_metric_of_which_more_is_better_is_maximised():
+    la, validation = problem("classification")
+    tuned = la.tune(method="validation", val_loader=validation, loss=Larger())
+    best = float(tuned.prior_precision)
+    other, _ = problem("classification")
+    by_loss = other.tune(method="validation", val_loader=validation)
+    assert best == pytest.approx(float(by_loss.prior_precision), rel=1e-6)
+    assert all(point.score >= tuned.score for point in tuned.points)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_noise_and_prior_together_are_no_worse_than_a_fine_grid_of_both(structure, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(120, 3).double()
+    y = x.sin().sum(1, keepdim=True) + 0.3 * torch.randn(120, 1).double()
+    model = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    la = Laplace(model, "regression", "all", structure).fit([(x[:80], y[:80])])
+    names = ("prior_precision", "sigma_noise")
+    both = la.tune(*names, method="validation", val_loader=[(x[80:], y[80:])])
+    again = la.tune(*names, method="validation", val_loader=[(x[80:], y[80:])])
+    assert again.score <= both.score
+    three = la.tune(*names, "temperature", method="validation", val_loader=[(x[80:], y[80:])])
+    assert three.score <= both.score + 1e-3
+    la.temperature, scores = 1.0, []
+    for precision in torch.logspace(-4, 4, 17):
+        la.prior_precision = precision
+        mean, variance = la(x[80:], diagonal_output=True)
+        for sigma in torch.logspace(-1, 0.5, 16).double():
+            la.sigma_noise = sigma
+            mean, variance = la(x[80:], diagonal_output=True)
+            spread = (variance + sigma**2).sqrt()
+            scores.append(float(-torch.distributions.Normal(mean, spread).log_prob(y[80:]).mean()))
+    assert both.score <= min(scores) + 1e-3
+
+
+@pytest.mark.parametrize("which", ["val_loader", "ood_loader"])
+def test_a_bad_batch_of_a_validation_loader_is_named(which):
+    la, validation = problem("classification")
+    (x, y), *_ = validation
+    bad, wide = x.clone(), torch.cat([x, x], 1)
+    bad[1] = torch.nan
+    loaders = {"val_loader": [(x, y)], "ood_loader": [x]}
+    word = {"val_loader": "validation", "ood_loader": "out-of-distribution"}[which]
+    for other, error, words in (
+        (bad, InputError, "the network's outputs hold NaN"),
+        (wide, ModelError, "the network fai"),
+    ):
+        given = loaders | {which: [*loaders[which], (other, y) if which == "val_loader" else other]}
+        with pytest.raises(error, match=f"{word} batch 1: {words}"):
+            la.tune(method="validation", **given)
+
+
+def test_curves_are_asked_for_by_number():
+    la, validation = problem("classification")
+    tuned = la.tune(method="validation", val_loader=validation)
+    with pytest.raises(OptionError, match=r"index='0.weight': the number of a prior precision"):
+        tuned.curve("prior_precision", "0.weight")

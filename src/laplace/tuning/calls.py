@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from laplace.backprop.gradients import Forward
-from laplace.batches import Inputs, Keys, prediction_batches, training_batches
+from laplace.batches import Batch, Inputs, Keys, prediction_batches, training_batches
 from laplace.budget import Budget
 from laplace.checks import choice, positive, shown, unchanged, whole_number
 from laplace.counting import counted
-from laplace.errors import InputError, OptionError, UnsupportedError
+from laplace.errors import InputError, ModelError, OptionError, UnsupportedError, numbered
 from laplace.likelihoods import Likelihood, Targets
 from laplace.options import method_named, pred_type_named
 from laplace.posterior import Posterior
@@ -131,7 +131,9 @@ class Tunable(ABC):
         if method == "evidence":
             return self._take(kinds, self._by_evidence(kinds, groups, 1.0, n_steps))
         how = self._how(pred_type, link_approx, n_samples, loss, ood_weight)
-        limits, size = _checked_bounds(bounds), whole_number(grid_size, "grid_size", 2)
+        if ood_loader is None and not unchanged(ood_weight, 0.5):
+            raise OptionError(f"ood_weight={shown(ood_weight)} goes with ood_loader=, which is not given.")
+        limits, size = _checked_bounds(bounds, kinds), whole_number(grid_size, "grid_size", 2)
         grids = {kind: torch.linspace(*limits[kind], size, dtype=torch.float64) for kind in KINDS}
         validation = self._validation(how, val_loader, ood_loader, progress_bar, again=True)
         search = self._search(kinds, groups, validation, grids, lambda kind, _: f"bounds={{{kind!r}: (low, high)}}")
@@ -240,11 +242,12 @@ class Tunable(ABC):
         if groups == "diag":
             raise UnsupportedError(
                 "a precision per weight is too many to search by validation. Take prior_structure='scalar' or "
-                "'layerwise', or the evidence: method='marglik'."
+                "'layerwise', or the evidence: method='evidence' (or 'marglik')."
             )
         moved = groups if "prior_precision" in kinds else None
         space = Space(self.posterior.detached(), moved, "sigma_noise" in kinds, "temperature" in kinds)
-        return Search(space, validation.scores, space.start(1.0), [grids[kind] for kind in space.kinds], widen)
+        start = space.start(self.posterior.prior.precision.detach())
+        return Search(space, validation.scores, start, [grids[kind] for kind in space.kinds], widen)
 
     def _take(self, kinds: Sequence[str], tuned: Tuned) -> Tuned:
         """Set what was found."""
@@ -280,23 +283,29 @@ class Tunable(ABC):
 
     def _labelled_runs(self, loader: Iterable[Any], progress_bar: bool) -> Labelled:
         for batch in training_batches(loader, self.model, self._keys, progress_bar, "validation"):
-            start, n = 0, len(batch.y)
-            for whole in self._uncut(batch.inputs):
-                stop = start + whole.positions.n
-                try:
-                    part = batch if n <= stop - start else batch.labels(start, stop)
-                    run, targets = counted(whole, part, self.likelihood)
-                except InputError as error:
-                    raise InputError(f"validation batch {batch.index}: {error}") from None
-                start = stop
-                yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
-            if start != n:
-                raise InputError(f"validation batch {batch.index}: {n} labels for {start} inputs.")
+            try:
+                yield from self._labelled(batch)
+            except (InputError, ModelError) as error:
+                raise numbered(error, f"validation batch {batch.index}") from error.__cause__
+
+    def _labelled(self, batch: Batch) -> Labelled:
+        start, n = 0, len(batch.y)
+        for whole in self._uncut(batch.inputs):
+            stop = start + whole.positions.n
+            part = batch if n <= stop - start else batch.labels(start, stop)
+            run, targets = counted(whole, part, self.likelihood)
+            start = stop
+            yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
+        if start != n:
+            raise InputError(f"{n} labels for {start} inputs.")
 
     def _outside_runs(self, loader: Iterable[Any], progress_bar: bool) -> Labelled:
-        for inputs in prediction_batches(loader, self._keys, {}, progress_bar):
-            for forward in self._runs(inputs):
-                yield forward, Targets(forward.outputs)
+        for index, inputs in enumerate(prediction_batches(loader, self._keys, {}, progress_bar)):
+            try:
+                for forward in self._runs(inputs):
+                    yield forward, Targets(forward.outputs)
+            except (InputError, ModelError) as error:
+                raise numbered(error, f"out-of-distribution batch {index}") from error.__cause__
 
 
 def _require_of(method: str, **given: Any) -> None:
@@ -317,13 +326,20 @@ def _laplace_torch_option(kind: str, side: str) -> str:
     return "log_prior_prec_min=" if side == "lower" else "log_prior_prec_max="
 
 
-def _checked_bounds(bounds: Any) -> dict[str, tuple[float, float]]:
+def _checked_bounds(bounds: Any, kinds: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Logarithms of the lowest and highest value of each hyperparameter."""
     given = {} if bounds is None else bounds
     if not isinstance(given, Mapping):
         raise OptionError(f"bounds={shown(bounds)}: a mapping such as {{'prior_precision': (1e-4, 1e4)}} is needed.")
+    given = {choice(key, KINDS, "a key of bounds"): value for key, value in given.items()}
+    if idle := [key for key in given if key not in kinds]:
+        wanted = ", ".join(map(repr, [*kinds, idle[0]]))
+        raise OptionError(f"bounds of {idle[0]}, which is not tuned: write la.tune({wanted}, ...), or leave them out.")
     limits = {}
-    for kind, pair in {**_BOUNDS, **{choice(key, KINDS, "bounds for"): value for key, value in given.items()}}.items():
+    for kind, pair in {
+        **_BOUNDS,
+        **{choice(key, KINDS, "a key of bounds"): value for key, value in given.items()},
+    }.items():
         numbers = isinstance(pair, (tuple, list)) and all(isinstance(end, (int, float)) for end in pair)
         if not numbers or len(pair) != 2 or not 0 < pair[0] < pair[1] < math.inf:
             raise OptionError(f"bounds of {kind} are {shown(pair)}; needed: (low, high) with 0 < low < high.")

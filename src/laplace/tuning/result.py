@@ -101,6 +101,8 @@ class Tuned:
             OptionError: a name or an index that there is not.
         """
         name = choice(name, KINDS, "name")
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise OptionError(f"index={index!r}: the number of a prior precision, 0 for the first, is needed.")
         rows = [torch.as_tensor(getattr(point, name), dtype=torch.float64).reshape(-1) for point in self.points]
         if any(not -len(row) <= index < len(row) for row in rows):
             raise OptionError(f"index={index}: there are {min(map(len, rows))} values of {name}.")
@@ -119,7 +121,7 @@ class Tuned:
 
 def names_of(names: Sequence[str]) -> list[str]:
     """The hyperparameters of these names, each once; of no name the prior precision."""
-    found = [choice(name, KINDS, "what to tune") for name in names] or ["prior_precision"]
+    found = [choice(name, KINDS, "hyperparameter") for name in names] or ["prior_precision"]
     if len(set(found)) < len(found):
         raise OptionError(f"each hyperparameter is named once; got {', '.join(map(repr, found))}.")
     return found

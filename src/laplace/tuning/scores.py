@@ -109,7 +109,7 @@ class _Loss:
 
 
 class _Metric:
-    """A metric object with reset, update and compute: an own copy for each posterior."""
+    """A metric object with reset, update and compute: an own copy for each posterior. Larger may be better."""
 
     def __init__(self, metric: Any) -> None:
         self.metric = copy.deepcopy(metric)
@@ -119,7 +119,8 @@ class _Metric:
         self.metric.update(arguments[0], y)
 
     def value(self) -> float:
-        return float(self.metric.compute())
+        value = float(self.metric.compute())
+        return -value if getattr(self.metric, "higher_is_better", False) else value
 
 
 def _loss(loss: Any, likelihood: Likelihood) -> _Loss | _Metric:

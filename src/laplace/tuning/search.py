@@ -1,12 +1,14 @@
 """The lowest score of a grid, and finer around it; of several hyperparameters one after the other.
 
 A whole grid is one round: the data is read once for it. A coordinate's best grid value is refined between its
-neighbours. Where there are several coordinates, the precisions of all tensors first move together; then sweeps move
-one coordinate at a time, over its grid and ever closer around where it is, until a sweep gains nothing.
+neighbours. Several kinds of hyperparameters trade off against each other, so the search begins with a coarse grid of
+all of them together, the precisions of all tensors as one; then sweeps move one coordinate at a time, over its grid and
+ever closer around where it is, and all kinds by a step, until a sweep gains nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -21,6 +23,8 @@ from laplace.tuning.space import Space
 
 _PARTS = 5  # into which the space between neighbours of a grid is cut
 _SWEEPS = 4  # over all coordinates, at most
+_FEW, _MORE_SWEEPS = 3, 12  # coordinates up to which there may be more sweeps
+_COARSE = 9  # values of each kind, all with all
 _LEAST_GAIN = 1e-5  # of a sweep over all coordinates, relative to a score of 1 or more
 _ROUNDING = 1e-10
 
@@ -53,7 +57,7 @@ class Search:
     ) -> None:
         self.space, self.scores, self.x, self.widen = space, scores, start, widen
         self.grids = [grid.to(start) for grid in grids]
-        self.value, self.rounds = math.inf, 0
+        self.value, self.rounds, self.unfinished = math.inf, 0, False
         self.seen: list[tuple[Tensor, float]] = []
 
     @property
@@ -86,29 +90,73 @@ class Search:
 
     def coordinatewise(self, refinements: int) -> None:
         """Grids of all kinds, each refined so many times; then one coordinate after the other where there are more."""
+        if len(self.grids) > 1 and all(grid[0] <= x <= grid[-1] for x, grid in zip(self.x, self.grids, strict=True)):
+            self.look([self.x])  # what is found is at least as good
+        if len(self.tied) > 1:
+            self._together([_some(self.grids[index[0]], _COARSE) for index in self.tied])
         for index in self.tied:
             self._refined(index, refinements)
-        for sweep in range(_SWEEPS if len(self.grids) > 1 else 0):
-            before = self.value
+        if len(self.grids) == 1:
+            return
+        for sweep in range(_MORE_SWEEPS if len(self.grids) <= _FEW else _SWEEPS):
+            before, closer = self.value, 2 ** min(sweep, 5)
             for i, grid in enumerate(self.grids):
-                self.move([i], torch.cat([grid, self._around(i, _spacing(grid) / 2**sweep)]))
+                self.move([i], torch.cat([grid, self._around(i, _spacing(grid) / closer)]))
+            self._step(closer)
             if before - self.value < _LEAST_GAIN * max(1.0, abs(before)):
                 return
+        self.unfinished = True
+
+    def _together(self, values: Sequence[Tensor]) -> None:
+        """Look at the values of all kinds, each with each."""
+        candidates = []
+        for point in torch.cartesian_prod(*values):
+            candidates.append(self.x.clone())
+            for index, value in zip(self.tied, point, strict=True):
+                candidates[-1][index] = value
+        self.look(candidates)
+
+    def _step(self, closer: int) -> None:
+        """Look at a step of each kind up, down or not at all, all with all; precisions keep their ratios."""
+        if len(self.tied) == 1:
+            return
+        candidates = []
+        for signs in itertools.product((-1, 0, 1), repeat=len(self.tied)):
+            candidates.append(self.x.clone())
+            for index, sign in zip(self.tied, signs, strict=True):
+                grid = self.grids[index[0]]
+                candidates[-1][index] += sign * _spacing(grid) / closer
+                candidates[-1][index] = candidates[-1][index].clamp(grid[0], grid[-1])
+        self.look(candidates)
 
     def _refined(self, index: Sequence[int], times: int) -> None:
         """The grid of some coordinates together, then `times` between the neighbours of the best value."""
         grid = self.grids[index[0]]
         self.move(index, grid)
+        self._require_any_difference(index, len(grid))
         step = _spacing(grid)
         for _ in range(times):
             self.move(index, self._around(index[0], step))
             step = step / _PARTS
+
+    def _require_any_difference(self, index: Sequence[int], count: int) -> None:
+        """Refuse a score that is the same at all values of the grid just looked at."""
+        scores = [value for _, value in self.seen[-count:]]
+        if count > 1 and max(scores) - min(scores) <= _ROUNDING * abs(max(scores)):
+            raise NumericalError(
+                f"the validation score is {scores[0]:.6g} at all {count} values of {self.space.described([*index])}. "
+                "It does not depend on it; nothing changed. Take a loss= that looks at variances or probabilities, or "
+                "leave it out."
+            )
 
     def found(self, method: str) -> Tuned:
         """The best point; values at the edge of their grid are warned of."""
         notes = self._edges()
         for note in notes:
             warn(note, BoundaryWarning)
+        if self.unfinished:
+            notes.append("the score was still getting better: call tune again, which starts where this one ended.")
+            warn(notes[-1])
         best = Point.of(self.space.at(self.x), self.value)
         points = tuple(Point.of(self.space.at(x), value) for x, value in self.seen)
         return Tuned(method, best, points, self.rounds, len(points), tuple(notes))
@@ -141,3 +189,8 @@ class Search:
 
 def _spacing(grid: Tensor) -> float:
     return float(grid[1] - grid[0]) if len(grid) > 1 else 0.0
+
+
+def _some(grid: Tensor, count: int) -> Tensor:
+    """So many values of a grid, evenly spread, with both ends."""
+    return grid[torch.linspace(0, len(grid) - 1, min(count, len(grid))).round().long()]

@@ -125,7 +125,10 @@ class HeadUnits(Widening):
     def network(self) -> nn.Module:
         new, units = copy.deepcopy(self.model), len(self.free[1])
         head = _linear(functional.pad(self.layer.weight, (0, units)), self.layer.bias, self.layer)
-        _put(new, self.name, nn.Sequential(Beside(_linear(self.free[0], self.free[1], self.layer)), head))
+        wider = nn.Sequential(Beside(_linear(self.free[0], self.free[1], self.layer)), head)
+        if not self.name:  # the network is this layer
+            return wider.train(self.model.training)
+        _put(new, self.name, wider)
         return new
 
 
