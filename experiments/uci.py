@@ -2,8 +2,9 @@
 
     python experiments/uci.py --data FOLDER [--sets yacht energy ...] [--splits 20] [--quick]
 
-FOLDER holds uci/<set>.npz with X, y, train_idx and test_idx. Reported are RMSE and log-likelihood on the test splits,
-in the units of the data, beside those of Monte-Carlo dropout with the same network and splits (Gal, Ghahramani 2016).
+FOLDER holds uci/<set>.npz with X (N, d), y (N,), and train_idx and test_idx, the indices of each split in a row: the
+twenty usual ones of each set, five of protein. Reported are RMSE and log-likelihood on the test splits, in the units of
+the data, beside those of Monte-Carlo dropout with the same network and splits (Gal, Ghahramani 2016).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def marglik_training(
         hessian_structure: as of `Laplace`.
         backend: a backend class of laplace-torch, understood as the curvature that it stands for.
         optimizer_cls: makes the optimizer of the weights.
-        optimizer_kwargs: its options; `weight_decay` is left out, with a warning: the prior is the decay.
+        optimizer_kwargs: its options; a `weight_decay` is not passed on, with a warning: the prior is the decay.
         scheduler_cls: makes a scheduler, which takes a step after each batch.
         scheduler_kwargs: its options.
         n_epochs: runs over the data.
@@ -100,9 +100,10 @@ def marglik_training(
         dict_key_y: as of `Laplace`.
         subset_of_weights: which weights have a prior and a posterior.
         curvature: as of `Laplace`.
-        prior: what earlier tasks left; training starts from its precision, and `prior_prec_init` is left out.
+        prior: what earlier tasks left; training starts from its precision, and `prior_prec_init` may not be given.
         keep_best: end with the weights of the highest evidence instead of the last ones.
-        checkpoint: a file that is written after each epoch; where it exists, the same call goes on from it.
+        checkpoint: a file that is written after each epoch; where it exists, the same call goes on from it. Other
+            settings are refused; of the data the number of examples is compared.
         generator: what curvature 'mc' and 'sketch' draw from.
         **options: further ones of `Laplace`.
 

@@ -96,7 +96,8 @@ class Tunable(ABC):
             prior_structure: 'scalar', one precision for all weights; 'layerwise', one per tensor (if left out, for
                 'bayesian'); or 'diag', one per weight, by evidence only.
             val_loader: of validation, batches (x, y) that were not trained on.
-            loss: a callable of (probabilities, y) or (mean, variance, y), or a metric object.
+            loss: a callable of (probabilities, y) or (mean, variance, y) that returns a mean, lower being better, or a
+                metric object, which may say `higher_is_better`.
             ood_loader: inputs from outside the distribution.
             ood_weight: how much these count, in (0, 1].
             pred_type: of the predictions that are scored.
@@ -104,7 +105,7 @@ class Tunable(ABC):
             n_samples: of the predictions that are scored; drawn numbers are the same at every point.
             bounds: (low, high) for each of the three, where other than the usual ones are wanted.
             grid_size: of 'validation', values in the first grid.
-            evaluations: of 'bayesian', points looked at.
+            evaluations: of 'bayesian', points looked at after a grid of common values.
             seed: of 'bayesian', what it draws from.
             n_steps: of 'evidence', steps at most.
             progress_bar: whether runs over the loaders show one.
