@@ -54,3 +54,25 @@ def test_another_structure_network_or_file_is_refused_and_nothing_changes():
         Laplace(wider, "classification").load_state_dict(state)
     with pytest.raises(InputError, match="no state of a Laplace posterior"):
         la.load_state_dict({"weights": 1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": None},
+        {"mean": None},
+        {"sums/2.weight/A": None},
+        {"sums/2.weight/A": torch.ones(2)},
+        {"sums/2.weight/A": torch.full((1, 5, 5), torch.nan, dtype=torch.float64)},
+        {"n_data": "many"},
+    ],
+    ids=["names", "mean", "no sum", "another shape", "nan", "a word"],
+)
+def test_a_damaged_state_is_refused_and_nothing_is_lost(change):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 6))
+    before, state = la(x), la.state_dict()
+    assert {*change} <= {*state}
+    with pytest.raises(InputError, match="damaged"):
+        la.load_state_dict(state | change)
+    assert torch.equal(la(x), before)

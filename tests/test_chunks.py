@@ -93,7 +93,7 @@ def _scores(la, x, y, task):
 
     def loss(*prediction):
         seen.append(torch.cat([part.flatten() for part in prediction[:-1]]))
-        return seen[-1].sum()
+        return seen[-1].square().sum()
 
     la.optimize_prior_precision(method="gridsearch", val_loader=[(x, y)], loss=loss, grid_size=4)
     return torch.stack(seen)

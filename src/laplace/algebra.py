@@ -30,7 +30,7 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     the prior.
     """
     m, d = rows.shape
-    if m < 2 * d <= 2 * _PRECISE:
+    if m < 2 * d:
         rows = rows.double()
     if d < _MANY and (d < _ALIGNED or m < _LONG):
         return rows.T @ rows
@@ -123,12 +123,12 @@ def eigh(
 ) -> tuple[Tensor, Tensor, Clipped]:  # (..., D, D) -> (..., D), (..., D, D), how many were below zero
     """Eigenvalues, not below zero, and eigenvectors of positive semi-definite matrices, in `dtype`.
 
-    Up to 256 dimensions the work is done in float64. A matrix whose rows sum to zero, as those of softmax do, has the
-    constant vector taken out before, so that its zero eigenvalue is an exact one: rounding there would compete with the
-    prior once it is multiplied by the other Kronecker factor.
+    Up to 256 dimensions, and of sums in float64, the work is done in float64. A matrix whose rows sum to zero, as those
+    of softmax do, has the constant vector taken out before, so that its zero eigenvalue is an exact one: rounding there
+    would compete with the prior once it is multiplied by the other Kronecker factor.
     """
     d = matrix.shape[-1]
-    work = matrix.double() if d <= _PRECISE else matrix.to(dtype)
+    work = matrix.double() if d <= _PRECISE or matrix.dtype == torch.float64 else matrix.to(dtype)
     if d > 1 and matrix.shape[:-2].numel() == 1 and _rows_sum_to_zero(matrix, dtype):
         values, vectors = _eigh_without_constant(work.reshape(d, d))
         values, vectors = values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
@@ -205,7 +205,8 @@ class GramSum:
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Count further rows; they are copied or multiplied now, since a loader may reuse its memory."""
         m, d = rows.shape
-        if m >= _ENOUGH:
+        if m >= _ENOUGH and (m >= 2 * d or self.total is not None or self._filled):
+            self._empty()
             self._take(rows)
             return
         if self._buffer is None:
@@ -234,7 +235,8 @@ class GramSum:
             self._filled = 0
 
     def _take(self, rows: Tensor) -> None:
-        if rows.shape[1] < _MANY:
+        m, d = rows.shape
+        if d < _MANY or (self.total is None and m < 2 * d):  # it may be all there is: see `gram`
             self.add_gram(gram(rows))
         else:  # one triangle until the end
             self.total = _add_half(rows.new_zeros(2 * rows.shape[1:]) if self.total is None else self.total, rows)

@@ -115,6 +115,7 @@ class Inputs:
 
     def call_with(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Tensor:
         """The network's logits with some parameters replaced; the network itself is not written to."""
+        model = getattr(model, "module", model) if isinstance(model, nn.DataParallel) else model
         args, named = self.singles()._arguments(model)
         with as_called():
             return self.combined(logits(functional_call(model, dict(parameters), args, {**named, **self.kwargs})))
@@ -225,6 +226,8 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
     for index, batch in enumerate(_bar(loader, progress, what)):
         found = split(batch, keys, index, model)
         if found.y.shape[:1] != (0,):
+            if found.inputs.tensors() and all(t.shape[:1] == (0,) for t in found.inputs.tensors()):
+                raise InputError(f"batch {index}: {len(found.y)} labels for 0 inputs.")
             inputs = found.inputs.to(device)
             yield found if inputs is found.inputs else replace(found, inputs=inputs)
 

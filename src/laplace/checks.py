@@ -68,7 +68,7 @@ def real(value: Tensor | float, what: str) -> Tensor:
         raise OptionError(f"{what}={value!r}: a number or a tensor of numbers is needed.")
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise OptionError(f"{what}={shown(value)} is no number or tensor of numbers; write {what}=1.0.") from error
     if tensor.is_complex() or tensor.dtype is torch.bool:
         raise OptionError(f"{what} has dtype {tensor.dtype}; real numbers needed.")

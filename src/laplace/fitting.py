@@ -23,7 +23,18 @@ from laplace.structures import STRUCTURES, Pass, Structure, Sums
 from laplace.weights.layout import Layout
 
 _RESTARTS = 20  # readings of the data after which a network is given up that shows another side in every one
-_STATE = ("_before", "_n_before", "data", "n_data", "n_outputs", "_forms", "_compared", "_together", "_counting")
+_STATE = (
+    "_before",
+    "_n_before",
+    "data",
+    "n_data",
+    "n_outputs",
+    "_forms",
+    "_compared",
+    "_together",
+    "_counting",
+    "_readings",
+)
 _HELD = 2**23  # numbers held back before their moments are taken
 
 
@@ -57,7 +68,7 @@ class Accumulator:
         self._before: Sums = {}
         self._n_before = 0
         self._forms: list[tuple[str, tuple[int, ...]]] = []
-        self._restarts = 0
+        self._restarts = self._readings = 0  # of the data, behind this one
         self._state = None if generator is None else generator.get_state()
         self._compared = False  # whether joined batches were seen to give the outputs of single ones
         self._together = True  # until a network does not run on joined batches
@@ -65,6 +76,10 @@ class Accumulator:
     def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         """Run over all batches, and over those of `again` as often as the structure asks for."""
         self._resume()
+        for _ in range(self._readings if again is not None else 0):  # so that a shuffled loader is where it was
+            for _ in batches:
+                pass
+            batches = again() if again is not None else batches
         while True:
             try:
                 self._run_all(batches, again)
@@ -102,6 +117,7 @@ class Accumulator:
         self._start_run()
 
     def _start_run(self) -> None:
+        self._readings += 1
         self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
         if self.progress is not None:
             self.progress.restart()
@@ -130,7 +146,8 @@ class Accumulator:
         """Run all batches, small ones together, and add what they leave."""
         if self.progress is not None:
             batches = self.progress.unread(batches, self.engine.forward)
-        for group in gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0):
+        most = None if self.progress is None else self.progress.every
+        for group in gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0, most):
             if isinstance(group, Batch):
                 self._count(group.inputs, *self._run(group))
             elif (run := self._run_as_one(group)) is not None:

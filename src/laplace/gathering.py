@@ -53,16 +53,17 @@ class Group:
         return Batch(index, self._first.inputs.with_tensors(parts[:count]), parts[count], given)
 
 
-def gathered(batches: Iterable[Batch], room: Callable[[], int]) -> Iterator[Batch | Group]:
+def gathered(batches: Iterable[Batch], room: Callable[[], int], most: int | None = None) -> Iterator[Batch | Group]:
     """Batches in their order, and groups of neighbours that have `room()` examples in all; results do not depend on it.
 
-    The order is that of the draws.
+    The order is that of the draws. A group has `most` batches at most.
     """
     group, kind, joining = None, None, False
     for batch in batches:
         space, of = room(), _kind(batch)
         alone = of is None or 2 * len(batch.y) > space  # no other will fit beside it
-        if group is not None and (alone or of != kind or group.size + len(batch.y) > space):
+        full = group is not None and (group.size + len(batch.y) > space or len(group.indices) == most)
+        if group is not None and (alone or of != kind or full):
             yield group
             group = None
         if alone:

@@ -20,11 +20,12 @@ from laplace.batches import Keys
 from laplace.budget import Budget
 from laplace.checkpoints.calls import Storable
 from laplace.checkpoints.progress import progress_of
-from laplace.checks import generator_or_none, positive
+from laplace.checks import generator_or_none, positive, shown
 from laplace.coverage import Coverage, coverage_of, not_kron
 from laplace.curved_prior import CurvedPrior, prior_of
 from laplace.errors import (
     InputError,
+    LaplaceError,
     NotFittedError,
     OptionError,
     UnsupportedError,
@@ -172,6 +173,8 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             require_served(self.structure, self._subset.select(model).layout)
         self.curvature_samples = samples_of(self.curvature, curvature_samples)
         self._temperature = _checked_temperature(temperature)
+        if not isinstance(enable_backprop, bool):
+            raise OptionError(f"enable_backprop={shown(enable_backprop)} must be True or False.")
         self.enable_backprop = enable_backprop
         self._keys = Keys(dict_key_x, dict_key_y, self.likelihood.further, self.likelihood.pairs)
         self._weights: LastLayer | Selection | None = None
@@ -278,6 +281,8 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             self._require_unchanged()
         before = None if override else self._fitted
         engine = self._engine(weights, self._plan if before is not None else None)
+        if override:
+            self._require_steady(first.inputs, engine.linear)
         kind = self.curvature if before is not None else self._chosen_curvature(engine, first.inputs)
         generator = generator_or_none(generator)
         progress = None if checkpoint is None else progress_of(self, weights, kind, generator, checkpoint, every)
@@ -301,16 +306,17 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         self.structure.check(weights.layout)
         again = None if isinstance(train_loader, Iterator) else lambda: self._training(train_loader, progress_bar)
         sums.run(chain([first], stream), again)
-        self._weights, self._plan, self.curvature = weights, engine.plan, kind
-        self._fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
+        fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
+        covered = coverage_of(fitted, engine.plan)
+        if isinstance(self.structure, Kron) and (others := not_kron(covered, self.structure.name)):
+            self._warn_once("coverage", others)
+        for note in self.structure.notes(fitted.sums):
+            self._warn_once(note, note)
+        self._weights, self._plan, self.curvature, self._fitted = weights, engine.plan, kind, fitted
         self._snapshot = Snapshot.of(self.model)
         if progress is not None:
             progress.remove()
         self._warned.discard("stale")
-        if isinstance(self.structure, Kron) and (others := not_kron(self.coverage(), self.structure.name)):
-            self._warn_once("coverage", others)
-        for note in self.structure.notes(self._fitted.sums):
-            self._warn_once(note, note)
         return self
 
     # ---- evidence ----------------------------------------------------------------------------------------------
@@ -333,11 +339,16 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             OptionError: a value that is not positive, or of another length.
             NumericalError: a posterior precision that is not positive definite.
         """
-        sigma = self._sigma if sigma_noise is None else self._take_noise(sigma_noise)
-        if prior_precision is not None:
-            self.prior_precision = prior_precision
-        self._sigma = sigma
-        return self.posterior.log_evidence
+        before = self._prior, self._sigma
+        try:
+            sigma = self._sigma if sigma_noise is None else self._take_noise(sigma_noise)
+            if prior_precision is not None:
+                self.prior_precision = prior_precision
+            self._sigma = sigma
+            return self.posterior.log_evidence
+        except LaplaceError:
+            self._prior, self._sigma = before
+            raise
 
     marglik = log_marginal_likelihood
     """The paper's name of `log_marginal_likelihood`."""
@@ -402,6 +413,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         self._sigma, self._temperature = self._take_noise(sigma), _checked_temperature(temperature)
         self._fitted, self._weights, self._prior, self._snapshot = fit, weights, prior, Snapshot.of(self.model)
         self.curvature = fit.kind
+        self._warned.discard("stale")
 
     def _set_prior(self, prior: Prior) -> None:
         if self._fitted is not None:

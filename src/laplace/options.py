@@ -32,7 +32,7 @@ def structure_named(
     name = choice(name, [*STRUCTURES, "gp"], "hessian_structure")
     choice(options["weight_sharing"], ["expand", "reduce"], "weight_sharing")
     made = _functional_named(approximation) if name == "gp" else STRUCTURES[name]
-    if name != "gp" and approximation != "sod":
+    if name != "gp" and not unchanged(approximation, "sod"):
         raise OptionError(f"functional_approximation={shown(approximation)} belongs to hessian_structure='gp'.")
     for key, value in options.items():
         if key not in made.options and not unchanged(value, _DEFAULTS.get(key)):

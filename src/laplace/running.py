@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.backprop.audit import EXAMPLES
-from laplace.batches import Batch, Inputs, Keys, device_of, training_batches
+from laplace.batches import Batch, Inputs, Keys, described, device_of, training_batches
 from laplace.budget import Budget
 from laplace.counting import check_finite
-from laplace.errors import InputError, LaplaceWarning, StaleWarning, UnsupportedError, warn
+from laplace.errors import InputError, LaplaceWarning, ModelError, StaleWarning, UnsupportedError, warn
 from laplace.options import MOST_VECTORS, require_served
 from laplace.positions import Positions
 from laplace.posterior import Fit, Posterior
+from laplace.precision import rounding
 from laplace.replica import replicate
 from laplace.structures import Structure, adding
 from laplace.weights import LastLayer, Selection, Snapshot, Subset, what_changed
@@ -55,11 +56,34 @@ class Running(ABC):
             return Selection(weights.layout)  # an example's score is one vector for all its positions
         return weights
 
+    def _require_steady(self, inputs: Inputs, linear: bool) -> None:
+        """Refuse a network that gives other outputs when it is asked again, or when other examples are beside.
+
+        The latter for last layers alone: of other weights the audit sees it, and names the layer.
+        """
+        few = inputs.part(0, EXAMPLES)
+        fewer = few.part(0, 2) if linear and (few.size or 0) > 2 else few
+        f, again = self._outputs(few), self._outputs(fewer)
+        if not f.dim() or not again.dim() or _alike(f[: len(again)], again):
+            return
+        if fewer is not few and _alike(f, self._outputs(few)):
+            raise ModelError(
+                "the outputs of an example depend on the others in its batch. A posterior needs independent examples: "
+                "give BatchNorm running statistics, and take means over the batch out of forward."
+            )
+        raise ModelError(
+            "the network gives other outputs when it is asked again: it draws random numbers in eval mode. Write "
+            "dropout(h, p, training=self.training), and take noise out of forward."
+        )
+
+    def _outputs(self, inputs: Inputs) -> Tensor:
+        """Those of a run that nothing is kept of; a network may write to its inputs."""
+        with torch.inference_mode(False), torch.no_grad():
+            return inputs.map(torch.clone).call(replicate(self.model))
+
     def _positions(self, inputs: Inputs) -> Positions:
         """The shape of the outputs, from a run on a few examples."""
-        with torch.inference_mode(False), torch.no_grad():
-            f = inputs.part(0, EXAMPLES).map(torch.clone).call(replicate(self.model))  # which may write to them
-        return Positions.of(f, self.class_dim)
+        return Positions.of(self._outputs(inputs.part(0, EXAMPLES)), self.class_dim)
 
     def _may_have_chosen(self, curvature: str) -> bool:
         """Whether a fit may have taken this curvature unasked."""
@@ -121,6 +145,8 @@ class Running(ABC):
         self._notice_changes()
         assert self._weights is not None
         engine, inputs = self._engine(self._weights, self._plan), inputs.to(device_of(self.model))
+        if not engine.linear and any(t.shape[:1] == (0,) for t in inputs.tensors()):
+            raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
         seen = 0  # examples of the parts before
         for part in [inputs] if whole else engine.chunks(inputs, posterior.fit.n_outputs):
             forward = engine.forward(part, self.enable_backprop)
@@ -139,6 +165,8 @@ class Running(ABC):
         assert self._weights is not None
         assert self._fitted is not None
         changed = what_changed(self.model, self._weights, self._fitted.mean, self._snapshot)
+        if not changed and self._snapshot is not None and self._snapshot.versions is None:
+            self._snapshot = Snapshot.of(self.model)  # a copy, now that it is known to be one
         if changed:
             self._warn_once(
                 "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
@@ -148,7 +176,7 @@ class Running(ABC):
         """Refuse to add data at other weights than those of the data before."""
         assert self._weights is not None
         assert self._fitted is not None
-        if changed := what_changed(self.model, self._weights, self._fitted.mean, self._snapshot):
+        if changed := what_changed(self.model, self._weights, self._fitted.mean, self._snapshot, thoroughly=True):
             raise UnsupportedError(
                 f"{changed} since fit, and data at other weights cannot be added. Fit all data at once, or "
                 "take what was learned as a prior: Laplace(..., prior=la.as_prior()).fit(new_loader)."
@@ -156,5 +184,15 @@ class Running(ABC):
 
     def _warn_once(self, key: str, message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
         if key not in self._warned:
-            self._warned.add(key)
             warn(message, category)
+            self._warned.add(key)  # unless warnings are errors
+
+
+def _alike(f: Tensor, other: Tensor) -> bool:
+    """Equal up to rounding, wherever both are numbers."""
+    if f.shape != other.shape:
+        return False
+    tolerance = 3 * rounding({f.dtype}) ** 0.5
+    f, other = f.double(), other.double()
+    difference = (f - other).nan_to_num(0.0, 0.0, 0.0).abs()
+    return not f.numel() or float(difference.max()) <= tolerance * float(f.nan_to_num(0.0, 0.0, 0.0).abs().max())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 import oracle
 from laplace import Categorical, Laplace
 from laplace.checkpoints.state import state_without_inputs
-from laplace.errors import CheckpointError, NotFittedError, OptionError, StaleWarning, UnsupportedError
+from laplace.errors import CheckpointError, NotFittedError, OptionError, UnsupportedError
 from laplace.nested import tensors_in
 from laplace.structures import STRUCTURES
 from networks import cut, make
@@ -199,8 +202,64 @@ def test_a_posterior_of_other_weights_is_not_saved(tmp_path):
     la.fit(cut(x, y, 6))
     with torch.no_grad():
         model[0].bias += 1  # certain, but the features come from it
-    with pytest.warns(StaleWarning):
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="weights or statistics of the network have changed since fit"):
+            la.save(tmp_path / "la")
+    la.fit(cut(x, y, 6))
+    model[0].bias.data.mul_(3.0)  # which no version tells
+    with pytest.raises(UnsupportedError, match="weights or statistics of the network have changed since fit"):
         la.save(tmp_path / "la")
+
+
+def test_buffers_that_a_state_does_not_hold_are_compared(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+            self.register_buffer("scale", torch.tensor(scale), persistent=False)
+
+        def forward(self, x):
+            return self.head(self.scale * x)
+
+    torch.manual_seed(0)
+    one, five = Scaled(1.0), Scaled(5.0)
+    five.load_state_dict(one.state_dict())
+    x, y = torch.randn(9, 4), torch.arange(9) % 3
+    Laplace(one, "classification").fit([(x, y)]).save(tmp_path / "la")
+    with pytest.raises(CheckpointError, match="'scale' has other values"):
+        Laplace.load(tmp_path / "la", five)
+    five.scale = torch.ones(2)  # of another length: made on the way
+    Laplace.load(tmp_path / "la", one)
+
+
+@pytest.mark.parametrize("path", [None, 3, "", "a\0b"])
+def test_a_path_is_a_path(path):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 6))
+    with pytest.raises(OptionError, match=r"path=.* must name a file"):
+        la.save(path)
+    with pytest.raises(OptionError, match=r"path=.* must name a file"):
+        Laplace.load(path, model)
+
+
+def test_wrong_arguments_of_load_are_not_the_files_fault(tmp_path):
+    model, x, y = make("mlp", "classification")
+    Laplace(model, "classification").fit(cut(x, y, 6)).save(tmp_path / "la")
+    with pytest.raises(OptionError, match="model is a NoneType"):
+        Laplace.load(tmp_path / "la", None)
+    for names in (["a"], {0: "0"}):
+        with pytest.raises(OptionError, match="must say which names changed"):
+            Laplace.load(tmp_path / "la", model, names=names)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification").fit(cut(x, y, 6))
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (tmp_path / f".la.{int(gone.stdout)}-ab.tmp").touch()
+    (tmp_path / f".la.{os.getppid()}-ab.tmp").touch()  # of a process that may be writing it
+    la.save(tmp_path / "la")
+    assert {path.name for path in tmp_path.iterdir()} == {"la", f".la.{os.getppid()}-ab.tmp"}
 
 
 class Twice(Categorical):

@@ -133,7 +133,7 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
         found = plan.uses(layout, calls, n, v[None], inputs, replica, False, True)
     except RuleFailed as failure:
         if plan.learned.refuse(plan.owners, failure.names):
-            raise
+            raise ModelError(str(failure)) from failure.__cause__
         return False
     eps = rounding({f.dtype, *(p.dtype for p in tracked), *(dtype for call in recorded for dtype in call.dtypes)})
     failed = _differing(layout.names, found, expected, eps)

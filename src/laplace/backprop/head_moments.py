@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.algebra import gram, in_sums
+from laplace.algebra import gram, in_sums, precise_gram
 from laplace.backprop.gradients import Basis
 from laplace.backprop.head_jacobian import HeadJacobianOf, along
 from laplace.curvature.output import OutputCurvature
@@ -149,8 +149,8 @@ class HeadMomentsOf:
     def inputs(self) -> tuple[Tensor, float]:
         counts = self.curvature.counts
         if counts is None:
-            return gram(self.features).unsqueeze(0), self.n
-        return gram(self.features * counts.sqrt().unsqueeze(1)).unsqueeze(0), float(counts.double().sum())
+            return precise_gram(self.features).unsqueeze(0), self.n
+        return precise_gram(self.features * counts.sqrt().unsqueeze(1)).unsqueeze(0), float(counts.double().sum())
 
     def gram(self) -> Tensor:
         return HeadMoments([self.features], self.curvature, self.n).gram()

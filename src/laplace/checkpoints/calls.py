@@ -81,4 +81,5 @@ class Storable:
         return posteriors.load(cls, path, model, likelihood, names, data)  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_snapshot": None}  # addresses mean nothing in a copy
+        snapshot = self.__dict__["_snapshot"]  # addresses mean nothing in a copy
+        return self.__dict__ | {"_snapshot": None if snapshot is None else snapshot.elsewhere()}

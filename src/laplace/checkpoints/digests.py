@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from laplace.replica import plain_name, unwrap
 
 _SHOWN = 3  # differences in a message
+_FLEETING = {"fleeting": True}
 
 
 class Digest:
@@ -46,13 +47,19 @@ def of_tensors(tensors: Mapping[str, Tensor], words: str = "") -> str:
 
 
 def of_network(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and digest of every parameter and buffer that a network's own state holds, by name."""
-    named = ((plain_name(name), value) for name, value in unwrap(model).state_dict().items())
-    return {
-        name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "digest": Digest().add(t).hex()}
-        for name, t in named
-        if isinstance(t, Tensor)
-    }
+    """Shape, dtype and digest of every parameter and buffer of a network, by name.
+
+    Buffers that its own state does not hold are marked: they are compared where both networks have them in one shape,
+    since some are made on the way (tables of positions, as long as the longest input so far).
+    """
+    network = unwrap(model)
+    state = {plain_name(name): t for name, t in network.state_dict().items() if isinstance(t, Tensor)}
+    others = {plain_name(name): t for name, t in network.named_buffers() if plain_name(name) not in state}
+    return {name: _told(t) for name, t in state.items()} | {name: _told(t) | _FLEETING for name, t in others.items()}
+
+
+def _told(t: Tensor) -> dict[str, Any]:
+    return {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "digest": Digest().add(t).hex()}
 
 
 def differing(then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str:
@@ -69,6 +76,9 @@ def listed(differences: Iterable[str]) -> str:
 
 
 def _difference(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+    fleeting = any(told.get("fleeting", False) for told in (then, now) if told is not None)
+    if fleeting and (then is None or now is None or then["shape"] != now["shape"]):
+        return ""
     if then is None:
         return "is in this network alone"
     if now is None:

@@ -16,6 +16,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    _remove_left(path)
     try:
         beside.touch(exist_ok=False)
         mode = beside.stat().st_mode
@@ -36,6 +37,24 @@ def remove(path: str | os.PathLike[str]) -> None:
     path.unlink(missing_ok=True)
     for beside in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         beside.unlink(missing_ok=True)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what processes that are no more have left beside a file."""
+    for beside in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        pid = beside.name.removeprefix(f".{path.name}.").partition("-")[0]
+        if os.name == "posix" and pid.isdecimal() and not _runs(int(pid)):
+            beside.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _to_disk(path: Path) -> None:

@@ -13,7 +13,8 @@ from laplace.checkpoints import container, digests
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
 from laplace.checkpoints.state import INPUTS, NUMBERS, VECTORS, load_state_dict, state_dict, state_without_inputs
-from laplace.errors import CheckpointError, LaplaceError, UnsupportedError
+from laplace.checks import shown
+from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
 from laplace.functional import FUNCTIONAL
 from laplace.likelihoods import LIKELIHOODS, Likelihood, likelihood_named
 from laplace.nested import map_tensors
@@ -33,13 +34,13 @@ Kind = TypeVar("Kind", bound="Laplace")
 def save(la: Laplace, path: str | os.PathLike[str], with_data: bool = False) -> None:
     """Write a posterior; the inputs that a 'gp' is made of only `with_data`."""
     fit, weights = la.posterior.fit, la._weights
+    _require_path(path)
     assert weights is not None
-    if changed := what_changed(la.model, weights, fit.mean, None):
+    if changed := what_changed(la.model, weights, fit.mean, la._snapshot, thoroughly=True):
         raise UnsupportedError(
             f"{changed} since fit, and a posterior is saved with a digest of the weights that it belongs to. Call "
             "la.fit again, or put the old weights back."
         )
-    la._notice_changes()
     state = state_dict(la, with_data) if with_data else state_without_inputs(la)
     if fit.points is not None and not with_data:
         state[_DIGEST] = digest_of(fit.points.parts)
@@ -56,6 +57,13 @@ def load(
     data: Iterable[Any] | None,
 ) -> Kind:
     """The posterior at `path`, on `model`."""
+    _require_path(path)
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
+    if names is not None and not (
+        isinstance(names, Mapping) and all(isinstance(word, str) for pair in names.items() for word in pair)
+    ):
+        raise OptionError(f"names={shown(names)} must say which names changed: {{'old': 'new'}}.")
     contents = container.read(path, KIND)
     try:
         options, network, state = (contents[key] for key in ("options", "network", "state"))
@@ -74,6 +82,12 @@ def load(
         raise
     except Exception as error:  # a header that was made by hand
         raise CheckpointError(f"{str(path)!r} is damaged: what it says fits nowhere ({error!r}).") from error
+
+
+def _require_path(path: object) -> None:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise OptionError(f"path={shown(path)} must name a file, as in 'posterior.safetensors'.")
 
 
 def _options(la: Laplace) -> dict[str, Any]:

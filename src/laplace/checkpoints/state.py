@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace.batches import Batch, Inputs
 from laplace.curved_prior import CurvedPrior, Earlier
-from laplace.errors import InputError, UnsupportedError
+from laplace.errors import InputError, LaplaceError, UnsupportedError
 from laplace.functional.points import Points
 from laplace.posterior import Fit
 from laplace.prior import Prior
@@ -85,6 +85,15 @@ def state_without_inputs(la: Laplace) -> dict[str, Any]:
 
 def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
     """Put a saved posterior onto `la`; nothing changes where it does not fit."""
+    try:
+        _load(la, state)
+    except LaplaceError:
+        raise
+    except Exception as error:  # a state that was made by hand
+        raise InputError(f"the state is damaged: what it says fits nowhere ({error!r}).") from error
+
+
+def _load(la: Laplace, state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise InputError(f"a state is a mapping, as state_dict() gives it; this is a {type(state).__name__}.")
     missing = [key for key in (*_NEEDED, *_OPTIONS) if key not in state]
@@ -117,6 +126,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
         _points(la, state),
     )
     fit = Fit(structure, la.likelihood, state["curvature"], layout, mean, sums, data, *counts, points=points)
+    _require_numbers(fit)
     try:
         _ = fit.curvature, layout.split(mean)
     except (KeyError, RuntimeError) as error:
@@ -126,6 +136,7 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
         before = replace(fit, mean=prior.mean, sums=earlier, data={}, n_data=state["n_earlier"])
         prior = CurvedPrior(prior.precision, prior.mean, Earlier(before))
     prior.check(layout, la.structure.prior_structures)
+    _require_whole(fit)
     last = state["last_layer"]
     la._restore(
         fit,
@@ -134,6 +145,24 @@ def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
         state["sigma_noise"],
         state["temperature"],
     )
+
+
+def _require_numbers(fit: Fit) -> None:
+    """Refuse sums and counts that are no numbers."""
+    bad = [key for key, value in (fit.sums | fit.data).items() if not value.isfinite().all()]
+    if bad:
+        raise InputError(f"the state is damaged: {bad[0]} holds NaN or infinite values.")
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (fit.n_data, fit.n_outputs)):
+        raise InputError(f"the state is damaged: {fit.n_data!r} examples of {fit.n_outputs!r} outputs.")
+
+
+def _require_whole(fit: Fit) -> None:
+    """Refuse sums that are not those of these weights."""
+    if fit.structure.semidefinite and not fit.structure.functional:
+        one = torch.ones((), dtype=fit.mean.dtype, device=fit.mean.device)
+        blocks = Prior.of(1.0, 0.0).blocks(fit.layout, fit.mean)
+        if fit.curvature.gaussian(one, blocks).marginal_variances().shape != fit.mean.shape:
+            raise InputError("the state is damaged: its sums are of other weights.")
 
 
 def _layout(state: Mapping[str, Any]) -> Layout:

@@ -164,6 +164,12 @@ class Likelihood(Response):
         if f.dim() != 2:
             raise InputError(f"the network's output has shape {tuple(f.shape)}; {self.name} needs (N, C).")
 
+    def __eq__(self, other: object) -> bool:
+        """Equal to its name, as laplace-torch's likelihoods are; else to itself alone."""
+        return self.name == str(getattr(other, "value", other)) if isinstance(other, str) else self is other
+
+    __hash__ = Response.__hash__
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 

@@ -192,6 +192,8 @@ class Predictable(ABC):
             if not parts:
                 raise InputError("the loader to predict on gave no batch.")
             outputs = joined([outputs for outputs, _ in parts])
+            if not len(outputs.mean):
+                raise InputError("the inputs to predict on hold no example.")
             p = torch.cat([p for _, p in parts if p is not None]) if link else None
             return shape.prediction(response.prediction(outputs, p, self.posterior.sigma, link, draws))
 

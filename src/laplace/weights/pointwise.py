@@ -26,9 +26,9 @@ def features(module: Pointwise, phi: Tensor) -> Tensor:  # -> (N, ..., H)
 
 
 def applied(module: Pointwise, phi: Tensor) -> Tensor:
-    """What its tensors make of an input."""
+    """What its tensors make of an input, in the input's dtype."""
+    bias = None if module.bias is None else module.bias.to(phi.dtype)
     if isinstance(module, nn.Linear):
-        return nn.functional.linear(phi, module.weight, module.bias)
-    out = torch.einsum("ch,nh...->nc...", module.weight.flatten(1), phi)
-    bias = module.bias
+        return nn.functional.linear(phi, module.weight.to(phi.dtype), bias)
+    out = torch.einsum("ch,nh...->nc...", module.weight.flatten(1).to(phi.dtype), phi)
     return out if bias is None else out + bias.reshape(-1, *[1] * (out.dim() - 2))
