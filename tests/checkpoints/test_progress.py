@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
+from laplace.checkpoints import container
 from laplace.checkpoints.state import state_dict
 from laplace.errors import CheckpointError, OptionError, UnsupportedError
 from laplace.fitting import Accumulator
@@ -337,3 +339,35 @@ def test_other_weights_of_the_same_examples_are_noticed(tmp_path):
     others = [(a, b, 2 * w) for a, b, w in batches]
     with pytest.raises(CheckpointError, match="other data"):
         la.fit(Loader(others), checkpoint=path, every=1)
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_the_file_is_written_as_often_as_was_asked_however_small_the_batches(subset, gathering, tmp_path, monkeypatch):
+    written, write = [], container.write
+
+    def writing(path, kind, contents):
+        written.append(contents["batches"])
+        write(path, kind, contents)
+
+    monkeypatch.setattr(container, "write", writing)
+    model, x, y = make("mlp", "classification")
+    Laplace(model, "classification", subset, "diag").fit([(x[:2], y[:2])] * 40, checkpoint=tmp_path / "fit", every=5)
+    assert len(written) >= 4
+    assert max(b - a for a, b in zip([0, *written], [*written, 40], strict=True)) <= 10
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "inf"])
+@pytest.mark.parametrize("after", [5, 12])
+def test_a_shuffled_loader_goes_on_in_its_second_reading(structure, after, tmp_path):
+    model, x, y = make("mlp", "classification")
+
+    def loader(left):
+        own = torch.Generator().manual_seed(5)
+        return Loader(DataLoader(TensorDataset(x, y), 3, shuffle=True, generator=own), left)
+
+    whole = Laplace(model, "classification", "all", structure).fit(loader(None))
+    with pytest.raises(Interrupted):
+        Laplace(model, "classification", "all", structure).fit(loader(after), checkpoint=tmp_path / "fit", every=1)
+    again = Laplace(model, "classification", "all", structure).fit(loader(None), checkpoint=tmp_path / "fit", every=1)
+    torch.testing.assert_close(again.posterior_variance, whole.posterior_variance, rtol=1e-7, atol=1e-9)
+    assert again.n_data == len(x)
