@@ -33,7 +33,7 @@ from laplace.tuning.validation import Labelled, Validation
 
 _BOUNDS = {"prior_precision": (1e-4, 1e4), "sigma_noise": (1e-3, 1e3), "temperature": (1e-3, 1e3)}
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
-_METHODS = {"n_steps": ("evidence",), "grid_size": ("validation",), "evaluations": ("bayesian",), "seed": ("bayesian",)}
+_METHODS = {"n_steps": ("evidence",), "evaluations": ("bayesian",), "seed": ("bayesian",)}
 
 
 class Tunable(ABC):
@@ -104,7 +104,7 @@ class Tunable(ABC):
             link_approx: of the predictions that are scored.
             n_samples: of the predictions that are scored; drawn numbers are the same at every point.
             bounds: (low, high) for each of the three, where other than the usual ones are wanted.
-            grid_size: of 'validation', values in the first grid.
+            grid_size: of 'validation' and 'bayesian', values in the first grid.
             evaluations: of 'bayesian', points looked at after a grid of common values.
             seed: of 'bayesian', what it draws from.
             n_steps: of 'evidence', steps at most.
