@@ -255,8 +255,8 @@ def test_a_metric_of_which_more_is_better_is_maximised():
     assert all(point.score >= tuned.score for point in tuned.points)
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("structure", ["diag", pytest.param("kron", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_noise_and_prior_together_are_no_worse_than_a_fine_grid_of_both(structure, seed):
     torch.manual_seed(seed)
     x = torch.randn(120, 3).double()
