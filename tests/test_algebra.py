@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace.algebra import eigh, gram
+from laplace.algebra import GramSum, eigh, gram
 
 WIDTHS = [1, 2, 37, 511, 512, 513, 700, 1025]
 DTYPES = [torch.float32, torch.float64]
@@ -104,3 +104,19 @@ def test_eigh_keeps_a_small_curvature_along_the_constant_vector(d, dtype, least)
     values, _, _ = eigh(matrix.to(dtype), dtype)
     expected = torch.linalg.eigvalsh(matrix)[0]
     assert float(values.min()) == pytest.approx(float(expected), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[50], [700], [300, 300, 700], [600, 600, 600, 600], [100] * 30, [2000, 10], [10, 2000]]
+)
+@pytest.mark.parametrize("columns", [100, 300, 600])
+def test_a_running_gram_is_the_whole_one_however_rows_come(columns, sizes):
+    rows = torch.randn(sum(sizes), columns, generator=torch.Generator().manual_seed(0))
+    total = GramSum()
+    for part in rows.split(sizes):
+        total.add(part)
+    expected = rows.double().T @ rows.double()
+    got = total.flush().double()
+    assert float((got - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    if len(rows) < columns:  # what they do not span is zero
+        assert float(torch.linalg.eigvalsh(got)[0].abs()) <= 1e-12 * float(expected.abs().max())

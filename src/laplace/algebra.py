@@ -200,7 +200,7 @@ class GramSum:
     def __init__(self, total: Tensor | None = None) -> None:
         self.total = total  # (D, D)
         self._buffer: Tensor | None = None
-        self._filled = 0
+        self._filled = self._seen = 0
 
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Count further rows; they are copied or multiplied now, since a loader may reuse its memory."""
@@ -236,7 +236,9 @@ class GramSum:
 
     def _take(self, rows: Tensor) -> None:
         m, d = rows.shape
-        if d < _MANY or (self.total is None and m < 2 * d):  # it may be all there is: see `gram`
+        self._seen += m
+        if d < _MANY or self._seen < 2 * d:  # few rows may be all there are: see `gram`
             self.add_gram(gram(rows))
         else:  # one triangle until the end
-            self.total = _add_half(rows.new_zeros(2 * rows.shape[1:]) if self.total is None else self.total, rows)
+            total = rows.new_zeros(d, d) if self.total is None else self.total.to(rows.dtype)
+            self.total = _add_half(total, rows)
