@@ -115,7 +115,9 @@ class Inputs:
 
     def call_with(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Tensor:
         """The network's logits with some parameters replaced; the network itself is not written to."""
-        model = getattr(model, "module", model) if isinstance(model, nn.DataParallel) else model
+        if isinstance(model, nn.DataParallel):  # which cannot be called with other parameters
+            parameters = {name.removeprefix("module."): t for name, t in parameters.items()}
+            model = model.module
         args, named = self.singles()._arguments(model)
         with as_called():
             return self.combined(logits(functional_call(model, dict(parameters), args, {**named, **self.kwargs})))
