@@ -1,4 +1,7 @@
-"""What a Bayesian last layer costs on top of its network: fit, tuning and prediction against plain forward passes."""
+"""What a Bayesian last layer costs on top of its network: fit, tuning and prediction against plain forward passes.
+
+Wide heads are measured by structure, as last layers and within networks all of whose weights are uncertain.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ x forward    CPU seconds over those of a plain forward pass (eval, no_grad) on t
 fit          kron: with one log_marginal_likelihood(), so that the eigendecompositions are in it. full: la.fit alone;
              there the eigendecomposition is in the tuning, which is the first after a fresh fit.
 predict      probit, all inputs in one call la(x), warmed up once: the posterior is cached.
+wide cases   of what is predicted alone: their fits are empirical Fishers, one vector per example.
 peak memory  resident, of a fresh process that imports torch and the library, fits, tunes and predicts.
 laplace-torch was not run here; its column is there to compare with."""
 
@@ -63,10 +67,30 @@ def mlp_kron(repeats: int) -> list[Result]:
     return [problem.fit(7.0, never), problem.predict(64, 4.5, never), memory]
 
 
+def wide_heads(repeats: int) -> list[Result]:
+    """A thousand outputs of a last layer, by structure."""
+    ceilings = {"diag": 6.0, "kron": 6.0, "ekfac": 6.0, "inf": 400.0}  # inf: N C I rank products in float64
+    problems = [_thousand_classes(repeats, structure, "ef") for structure in ceilings]
+    return [problem.predict(64, ceilings[problem.structure], "not asked") for problem in problems]
+
+
+def wide_networks(repeats: int) -> list[Result]:
+    """A thousand outputs with all weights uncertain, by structure: a thousand backward passes are inherent."""
+    ceilings = {"diag": 350.0, "kron": 600.0, "ekfac": 600.0, "inf": 5000.0}
+    model, batches = networks.wide_mlp(1000), random_batches((64,), 1000, 200, 100)
+    problems = [
+        Problem(f"MLP, 1000 classes, all weights, {structure}", model, batches, structure, repeats, "all", "ef")
+        for structure in ceilings
+    ]
+    return [problem.predict(64, ceilings[problem.structure], "not asked") for problem in problems]
+
+
 CASES: Final[dict[str, Callable[[int], list[Result]]]] = {
     "lenet-kron": lenet_kron,
     "lenet-full": lenet_full,
     "mlp-kron": mlp_kron,
+    "wide-heads": wide_heads,
+    "wide-networks": wide_networks,
 }
 
 
@@ -79,6 +103,8 @@ class Problem:
     batches: Batches
     structure: str
     repeats: int
+    subset: str = "last_layer"
+    curvature: str = "ggn"
 
     def fit(self, ceiling: float, peer: float | str) -> Result:
         """A fit against one forward pass over the data."""
@@ -103,7 +129,7 @@ class Problem:
 
     def fitted(self) -> Laplace:
         """A fitted posterior; kron is factorised as well, since there it belongs to the cost of fitting."""
-        la = Laplace(self.model, "classification", subset_of_weights="last_layer", hessian_structure=self.structure)
+        la = Laplace(self.model, "classification", self.subset, self.structure, curvature=self.curvature)
         la.fit(self.batches)
         if self.structure == "kron":
             la.log_marginal_likelihood()
@@ -131,8 +157,9 @@ def _ten_classes(structure: str, repeats: int) -> Problem:
     return Problem(f"LeNet, 10 classes, {structure}", networks.lenet(), batches, structure, repeats)
 
 
-def _thousand_classes(repeats: int) -> Problem:
-    return Problem("MLP, 1000 classes, kron", networks.mlp(), random_batches((512,), 1000, 2000, 100), "kron", repeats)
+def _thousand_classes(repeats: int, structure: str = "kron", curvature: str = "ggn") -> Problem:
+    name, batches = f"MLP, 1000 classes, {structure}", random_batches((512,), 1000, 2000, 100)
+    return Problem(name, networks.mlp(), batches, structure, repeats, curvature=curvature)
 
 
 def _options() -> argparse.Namespace:

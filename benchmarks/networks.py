@@ -31,6 +31,11 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1000)).eval()
 
 
+def wide_mlp(outputs: int) -> nn.Sequential:
+    """64-128-128-outputs, (N, 64) -> (N, outputs), in eval mode."""
+    return _relu_mlp(64, 128, 128, outputs)
+
+
 def digits_mlp() -> nn.Sequential:
     """784-100-100-10 for flattened 28x28 images, (N, 784) -> (N, 10), in eval mode."""
     return _relu_mlp(784, 100, 100, 10)

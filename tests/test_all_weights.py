@@ -9,8 +9,8 @@ import torch
 
 import oracle
 from laplace import Laplace
-from laplace.batches import Inputs
 from laplace.errors import LaplaceWarning, NumericalError, UnsupportedError
+from laplace.network.batches import Inputs
 from networks import cut
 from zoo import ZOO, build
 
@@ -124,7 +124,7 @@ def test_evidence_and_predictions_are_the_oracles(network, task, structure):
         close(la.predict(new).outputs.covariance, expected)
         p = f.softmax(-1)
         product = (expected @ p.unsqueeze(-1)).squeeze(-1)
-        (run,) = la._runs(Inputs(new), whole=True)
+        (run,) = la.runner.runs(la.posterior.fit, Inputs(new), whole=True)
         close(la.posterior.gaussian.product(run.jacobian(), p), product)
 
 

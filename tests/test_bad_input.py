@@ -53,7 +53,7 @@ def test_an_empty_loader_is_an_error_and_the_posterior_stays(la, loader):
 @pytest.mark.parametrize(
     ("y", "says"),
     [
-        (Y.float(), r"dtype torch\.float32; integers needed. Write y\.long\(\)"),
+        (Y.float(), r"dtype torch\.float32; integers are needed. Write y\.long\(\)"),
         (Y.bool(), r"dtype torch\.bool"),
         (Y.unsqueeze(1), r"shape \(2, 1\).*must be \(2,\)"),
         (nn.functional.one_hot(Y), r"shape \(2, 3\)"),
@@ -73,9 +73,9 @@ def test_wrong_class_labels_are_named_with_their_batch(la, y, says):
 @pytest.mark.parametrize(
     ("y", "says"),
     [
-        (torch.randn(6), r"shape \(2,\), the outputs \(2, 1\): equal needed. Write y\.unsqueeze\(-1\)"),
+        (torch.randn(6), r"shape \(2,\), the outputs \(2, 1\); make them equal. Write y\.unsqueeze\(-1\)"),
         (torch.randn(6, 2), r"shape \(2, 2\)"),
-        (torch.randn(6, 1, dtype=torch.complex64), "real numbers needed"),
+        (torch.randn(6, 1, dtype=torch.complex64), "real numbers are needed"),
         (torch.full((6, 1), torch.nan), "NaN or infinite"),
         (torch.full((6, 1), torch.inf), "NaN or infinite"),
     ],
@@ -213,7 +213,7 @@ def test_wrong_calls_of_a_fitted_posterior(la):
         (lambda: la.sample(2, generator=3), "generator is a int"),
         (lambda: la.functional_variance(torch.zeros(2, 3, 7)), "must be P = 18"),
         (lambda: la.log_prob(torch.zeros(7)), "must be P = 18"),
-        (lambda: la.fit(cut(X, Y, 2), override=False) and la.load_state_dict({}), "no state of a Laplace posterior"),
+        (lambda: la.fit(cut(X, Y, 2), override=False) and la.load_state_dict({}), "not the state of a Laplace"),
     ]:
         with pytest.raises(LaplaceError, match=says):
             act()
@@ -262,7 +262,7 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
         (lambda la: la.fit(None), "the loader is a NoneType"),
         (lambda la: la.fit(cut(X, Y, 2), generator=0), "generator is a int"),
         (lambda la: setattr(la, "temperature", -1.0), "temperature must be positive"),
-        (lambda la: la.load_state_dict(None), "a state is a mapping"),
+        (lambda la: la.load_state_dict(None), "a mapping is needed, as state_dict"),
         (lambda la: la.load_state_dict({k: v for k, v in la.state_dict().items() if "/A" not in k}), "damaged"),
         (lambda la: la(X, outputs=[0]), "for regression"),
         (lambda la: la(X, outputs=b"x"), r"outputs=b'x' must be indices"),

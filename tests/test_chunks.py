@@ -13,7 +13,7 @@ from zoo import build
 
 TASKS = ["classification", "regression"]
 KINDS = ["ggn", "ef", "mc", "sketch"]
-HELD = "laplace.fitting._HELD"
+HELD = "laplace.inference.accumulate._HELD"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning"),
     pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning"),
@@ -129,7 +129,7 @@ def test_draws_of_the_weights_do_not_depend_on_their_chunks(subset, pred_type, d
 
     expected = draws()
     assert expected.shape == (10, len(x), 2)
-    monkeypatch.setattr("laplace.predictive.predict._CHUNK", draws_at_a_time * la.n_params)
+    monkeypatch.setattr("laplace.inference.linearised._CHUNK", draws_at_a_time * la.n_params)
     torch.testing.assert_close(draws(), expected)
 
 
@@ -139,7 +139,7 @@ def test_draws_of_the_weights_in_chunks_have_the_posteriors_moments(subset, pred
     """Whatever numbers are drawn: every chunk is kept, none is drawn twice."""
     model, x, y, _ = build("mlp", "regression")
     la = Laplace(model, "regression", subset, "diag", prior_precision=50.0).fit(cut(x, y, 5))
-    monkeypatch.setattr("laplace.predictive.predict._CHUNK", 300 * la.n_params)
+    monkeypatch.setattr("laplace.inference.linearised._CHUNK", 300 * la.n_params)
     draws = la.functional_samples(x, pred_type, 2000, generator=seeded())
     assert len(draws) == 2000
     assert len(draws[:, 0, 0].unique()) == 2000
@@ -184,7 +184,7 @@ def test_draws_are_the_generators_alone_whichever_way_the_sums_were_made(structu
 @pytest.mark.parametrize("size", [1, 50, 2000])
 @pytest.mark.parametrize(
     "constant",
-    ["laplace.algebra._HELD", "laplace.backprop.layers.conv._CHUNK", "laplace.backprop.activations._PRODUCTS"],
+    ["laplace.linalg.symmetric._HELD", "laplace.backprop.layers.conv._CHUNK", "laplace.backprop.activations._PRODUCTS"],
 )
 @pytest.mark.parametrize("network", ["conv", "residual"])
 @pytest.mark.parametrize("structure", STRUCTURES)

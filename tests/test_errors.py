@@ -6,7 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
-from laplace import enums, errors
+from laplace import errors
+from laplace.compat import enums
 from laplace.curvature import CURVATURES
 from laplace.likelihoods import LIKELIHOODS
 from laplace.structures import STRUCTURES, adding, per_weight

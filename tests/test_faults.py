@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.enums import Likelihood
+from laplace.compat.enums import Likelihood
 from laplace.errors import InputError, LaplaceError, ModelError, StaleWarning
 from networks import cut, make
 

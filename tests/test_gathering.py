@@ -10,9 +10,9 @@ from torch import nn
 
 from exact import assert_close
 from laplace import Laplace
-from laplace.batches import Batch, Inputs
 from laplace.errors import InputError
-from laplace.gathering import Group, gathered
+from laplace.network.batch_merging import Group, gathered
+from laplace.network.batches import Batch, Inputs
 from networks import cut
 from zoo import ZOO, build
 

@@ -6,7 +6,8 @@ import collections
 import copy
 import math
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ import networks
 import oracle
 from generated import DRAWS, Case, cases, fit, run
 from laplace import Laplace
-from laplace.curvature import CURVATURES
 from laplace.errors import LaplaceError
+from laplace.spec import estimator_named
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-2}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-2, torch.bfloat16: 0.3}
 
 # ---- what the oracle says --------------------------------------------------------------------------------------------
 
@@ -33,15 +34,24 @@ def precision_of(
     if kept is not None:
         return scale * kept + delta.diag()
     layout = la.posterior.fit.layout
-    if case.network in ("tied", "recurrent") or (case.structure == "inf" and case.dtype != torch.float64):
-        return None  # uses of several kinds; a diagonal that float32 rounds to about 1e-7 of itself
+    if case.structure == "inf" and case.dtype != torch.float64 and drowned(case, h, delta):
+        return None  # a diagonal that float32 rounds to about 1e-7 of itself, which is more than the prior
+    if case.network == "branch":
+        return None  # the oracle's factors are of layers that every example calls
     own, deltas = split(h, layout.sizes), delta.split(layout.sizes)
     names, sharing = list(layout.names), case.options.get("weight_sharing", "expand")
     prefix = "net." if case.network == "mapping" else ""
-    factors = oracle.kron_factors(model, [prefix + name for name in names], x, lam, sharing, w)
+    if case.network == "recurrent":
+        unrolled = Unrolled(model)
+        layers = {name: unrolled.names.get(name, name) for name in names}
+        found = oracle.kron_factors(unrolled, [*layers.values()], x, lam, sharing, w)
+        factors = {name: found[layer] for name, layer in layers.items() if layer in found}
+    else:
+        factors = oracle.kron_factors(model, [prefix + name for name in names], x, lam, sharing, w)
     blocks = []
     for name, block, d in zip(names, own, deltas, strict=True):
-        if prefix + name not in factors:
+        dense = f"{name}/H" in la.posterior.fit.sums  # where the engine finds no outer products
+        if prefix + name not in factors or dense:
             blocks.append(scale * block + d.diag())
             continue
         b, a, inputs_left = factors[prefix + name]
@@ -49,13 +59,43 @@ def precision_of(
         if case.structure != "kron":
             kept = eigenbasis_kept(case, la, name, block, torch.block_diag(*[torch.kron(*pair) for pair in pairs]))
             blocks.append(scale * kept + d.diag())
-        elif case.options["damping"] and not name.endswith("bias"):
+        elif case.options["damping"] and not name.rpartition(".")[2].startswith("bias"):
             blocks.append(
                 torch.block_diag(*[damped(case, bg, ag, inputs_left, d[0]) for bg, ag in zip(b, a, strict=True)])
             )
         else:
             blocks.append(scale * torch.block_diag(*[torch.kron(*pair) for pair in pairs]) + d.diag())
     return torch.block_diag(*blocks)
+
+
+class Unrolled(nn.Module):
+    """The recurrent network of the zoo with its LSTM step by step, made of linear layers."""
+
+    names: ClassVar = {
+        f"lstm.{kind}_{side}_l0": f"{side}.{kind}" for kind in ("weight", "bias") for side in ("ih", "hh")
+    }
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.inp, self.head = network.get_submodule("inp"), network.get_submodule("head")
+        self.ih, self.hh = nn.Linear(3, 16), nn.Linear(4, 16)
+        for name, layer in self.names.items():
+            module, kind = layer.split(".")
+            setattr(self.get_submodule(module), kind, network.get_parameter(name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.tanh(self.inp(x.reshape(len(x), 3, 2))).unbind(1)
+        h = c = steps[0].new_zeros(len(x), 4)
+        for step in steps:
+            i, f, g, o = (self.ih(step) + self.hh(h)).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        return self.head(h)
+
+
+def drowned(case: Case, h: Tensor, delta: Tensor) -> bool:
+    """Whether float32's rounding of the curvature competes with the prior."""
+    return float(scale_of(case) * h.diagonal().max()) * 1e-6 > 1e-3 * float(delta.min())
 
 
 def scale_of(case: Case) -> float:
@@ -77,7 +117,10 @@ def kept_by(case: Case, la: Laplace, h: Tensor) -> Tensor | None:
         return torch.block_diag(*split(h, la.posterior.fit.layout.sizes))
     if case.structure == "diag":
         return h.diagonal().diag()
-    return oracle.top_eigenpairs(h, case.options.get("rank", 20))[1] if case.structure == "lowrank" else None
+    if case.structure != "lowrank":
+        return None
+    positive = int((torch.linalg.eigvalsh(h) > 0).sum())  # of an exact Hessian, negative ones are left out
+    return oracle.top_eigenpairs(h, min(case.options.get("rank", 20), positive))[1]
 
 
 def cuts_equal_eigenvalues(case: Case, h: Tensor) -> bool:
@@ -134,11 +177,18 @@ def curvature_of(case: Case, model: nn.Module, names: list[str], x: Tensor, y: T
     """
     f, jac = model(x).detach(), oracle.jacobian_loop(model, names, x)
     if case.curvature in ("mc", "sketch"):
-        likelihood = Laplace(model, case.task).likelihood
-        lam = CURVATURES[case.curvature](likelihood, f, y, 1, torch.Generator().manual_seed(DRAWS)).dense()
+        likelihood = Laplace(model, case.likelihood).likelihood
+        own = f.to(case.dtype)  # labels are drawn from what the network says in its own dtype
+        labels = y if case.task in ("classification", "ordinal") else y.to(case.dtype)
+        generator = torch.Generator().manual_seed(DRAWS)
+        drawn = estimator_named(case.curvature, 1, None, None)(likelihood, own, labels, generator)
+        assert drawn.vectors is not None
+        lam = replace(drawn, vectors=drawn.vectors.double()).dense()  # whose rank is that of the vectors
     elif case.curvature == "ef":
         score = oracle.score_rows(case.task, f, y)
         lam = score.unsqueeze(2) * score.unsqueeze(1)
+    elif case.curvature == "ggn" and case.task in ("heteroscedastic", "ordinal"):  # whose Hessian depends on y
+        lam = oracle.fisher(case.task, f)
     else:
         lam = oracle.bend_rows(case.task, f, y)
     lam = lam * w[:, None, None]
@@ -163,7 +213,7 @@ def compare(case: Case, la: Laplace) -> bool:
     """Evidence and predictions of a fitted posterior against the oracle; False where it has nothing to say."""
     model, x, y, weights = case.make()
     model, prefix = as_function(case, model)
-    x, y = x.double(), y if case.task == "classification" else y.double()
+    x, y = x.double(), y if case.task in ("classification", "ordinal") else y.double()
     w = torch.ones(case.n, dtype=torch.float64) if weights is None else weights.double()
     layout, tolerance = la.posterior.fit.layout, TOLERANCE[case.dtype]
     if case.subset == "all":
@@ -186,13 +236,13 @@ def compare(case: Case, la: Laplace) -> bool:
     jac, f = oracle.jacobian_loop(model, names, new), model(new).detach()
     expected = jac @ covariance @ jac.mT
     floor = 1e-3 * float((jac.square() / delta).sum(-1).max())  # what is left of the prior's variance in float32
-    outputs = la.predict(new.to(case.dtype), progress_bar=False).outputs
+    outputs = la.predict(case.pack(new.to(case.dtype)), progress_bar=False).outputs
     close(outputs.mean, f, tolerance, "mean of the outputs")
     close(outputs.covariance, expected, tolerance, "covariance of the outputs", floor)
     if case.task == "classification":
         variance = expected.diagonal(dim1=1, dim2=2)
         p = torch.softmax(f / torch.sqrt(1 + math.pi / 8 * variance), -1)
-        close(la(new.to(case.dtype)), p, tolerance, "probabilities", 1.0)
+        close(la(case.pack(new.to(case.dtype))), p, tolerance, "probabilities", 1.0)
     return True
 
 
@@ -202,7 +252,7 @@ def compare(case: Case, la: Laplace) -> bool:
 def assert_valid(case: Case, la: Laplace) -> None:
     """Finite evidence, variances that are not negative, probabilities that sum to one."""
     _, x, _, _ = case.make()
-    new, sampler = x[:3], torch.Generator().manual_seed(3)
+    count, new, sampler = len(x[:3]), case.pack(x[:3]), torch.Generator().manual_seed(3)
     assert la.log_marginal_likelihood().isfinite()
     links = [None, "mc", "bridge", "delta"] if case.task == "classification" else [None]
     for link in links:
@@ -213,7 +263,7 @@ def assert_valid(case: Case, la: Laplace) -> None:
         assert (prediction.aleatoric >= 0).all()
         if case.task == "classification":
             assert (prediction.mean >= 0).all()
-            close(prediction.mean.sum(-1), torch.ones(len(new)), 1e-5, "sum of probabilities")
+            close(prediction.mean.sum(-1), torch.ones(count), 1e-5, "sum of probabilities")
     assert la.functional_samples(new, n_samples=3, generator=sampler).isfinite().all()
     if case.structure != "gp":
         assert la.sample(3, generator=sampler).isfinite().all()
@@ -227,12 +277,23 @@ def assert_same(case: Case, la: Laplace, other: Laplace) -> None:
     a, b = la.posterior, other.posterior
     size = float(a.log_likelihood.abs() + a.scatter.abs() + a.log_det_ratio.abs()) + 1
     close(a.log_evidence, b.log_evidence, tolerance, "log evidence of other batches", size)
-    one, two = (each.predict(x[:3], progress_bar=False).outputs.variance for each in (la, other))
+    one, two = (each.predict(case.pack(x[:3]), progress_bar=False).outputs.variance for each in (la, other))
     close(one, two, tolerance, "variance of other batches")
 
 
+def assert_file_holds_it(case: Case, la: Laplace, path: Path) -> None:
+    """What is saved and loaded predicts the same and has the same evidence."""
+    model, x, _, _ = case.make()
+    la.save(path, with_data=True)
+    again = Laplace.load(path, model)
+    tolerance = 1e-9 if case.dtype == torch.float64 else 1e-4  # memory may lie otherwise, and round otherwise
+    close(again.log_marginal_likelihood(), la.log_marginal_likelihood(), tolerance, "log evidence from a file")
+    one, two = (each.predict(case.pack(x[:3]), progress_bar=False).mean for each in (la, again))
+    close(two, one, tolerance, "predictions from a file")
+
+
 @pytest.mark.parametrize("examples", [40, pytest.param(1200, marks=pytest.mark.slow)])
-def test_a_generated_posterior_is_the_oracles(examples):
+def test_a_generated_posterior_is_the_oracles(examples, tmp_path):
     seen: collections.Counter[str] = collections.Counter()
 
     def check(case: Case) -> None:
@@ -241,13 +302,15 @@ def test_a_generated_posterior_is_the_oracles(examples):
         except LaplaceError:
             seen["refused"] += 1
             return
+        assert_file_holds_it(case, la, tmp_path / "la")
         assert_valid(case, la)
         assert_same(case, la, fit(case, case.cuts[1]))
-        drawn = case.curvature in ("mc", "sketch")  # in the network's dtype
-        known = case.dtype == torch.float64 if drawn else case.dtype in TOLERANCE
+        drawn = case.curvature in ("mc", "sketch") and case.dtype == torch.bfloat16  # batches round outputs differently
+        known = not drawn
         seen["compared" if known and compare(case, la) else "valid"] += 1
 
     run(examples, cases(), check)
     print(dict(seen))  # noqa: T201
+    assert seen["compared"] >= 0.9 * (seen["compared"] + seen["valid"]) - 5
     assert seen["compared"] >= max(1, 0.4 * examples - 12)
     assert seen["refused"] <= 0.3 * examples + 12

@@ -8,6 +8,7 @@ from torch import nn
 
 import laplace
 from laplace import HessianStructure, Laplace, LinkApprox, PredType
+from laplace.compat import enums
 from networks import cut, make
 
 
@@ -55,7 +56,7 @@ def test_posterior_precision_has_each_structures_form():
 
 def test_enums_are_strings_and_are_accepted():
     model, x, y = make("mlp", "classification")
-    la = Laplace(model, laplace.Likelihood.CLASSIFICATION, hessian_structure=HessianStructure.DIAG).fit(cut(x, y, 6))
+    la = Laplace(model, enums.Likelihood.CLASSIFICATION, hessian_structure=HessianStructure.DIAG).fit(cut(x, y, 6))
     assert HessianStructure.DIAG == "diag"
     torch.testing.assert_close(
         la(x, pred_type=PredType.GLM, link_approx=LinkApprox.BRIDGE), la(x, link_approx="bridge")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.nested import map_tensors, replace_tensors, tensors_in
+from laplace.network.pytree import map_tensors, replace_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import oracle
 from laplace import Laplace, marglik_training
-from laplace.batches import Inputs
 from laplace.errors import InputError, LaplaceWarning, ModelError, OptionError, UnsupportedError
 from laplace.likelihoods import Categorical
+from laplace.network.batches import Inputs
 from networks import Tagger
 
 pytestmark = pytest.mark.filterwarnings("ignore:the best prior precision", "ignore:of head.weight")
@@ -283,8 +283,8 @@ def test_predictions_do_not_depend_on_memory(kind, structure, subset, monkeypatc
     model, x, y, class_dim = made(kind, "classification")
     roomy = fitted(model, "classification", [(x, y)], subset, structure, class_dim)
     tight = fitted(model, "classification", [(x, y)], subset, structure, class_dim)
-    object.__setattr__(tight._budget, "bytes", 3000)
-    runs = tight._runs(Inputs(x, {}, tight._keys))
+    object.__setattr__(tight.runner.spec.budget, "bytes", 3000)
+    runs = tight.runner.runs(tight.posterior.fit, Inputs(x, {}, tight.runner.spec.keys))
     assert sum(1 for _ in runs) > (len(x) if subset == "all" else 2)  # positions are cut, too
     for link in ("probit", "mc", "delta"):
         draws = {"generator": torch.Generator().manual_seed(0)} if link == "mc" else {}
@@ -332,7 +332,7 @@ def test_draws_of_all_positions_come_from_one_draw_of_the_weights():
 
 
 def test_the_exact_ggn_gives_way_to_a_sketch_where_positions_are_many(monkeypatch):
-    monkeypatch.setattr("laplace.running.MOST_VECTORS", 14)
+    monkeypatch.setattr("laplace.inference.runner.MOST_VECTORS", 14)
     model, x, y, _ = made("tags", "classification")  # 5 positions x 3 classes
     la = Laplace(model, "classification", "all", "diag")
     with pytest.warns(LaplaceWarning, match=r"15|3 outputs at 5 positions.*curvature='ggn'"):

@@ -277,7 +277,7 @@ def test_what_does_not_fit_the_earlier_tasks_is_refused():
 def test_structures_whose_sums_do_not_add_are_refused(structure):
     model, x, y = make("mlp", "classification")
     a = fitted(model, x, y, structure=structure)
-    with pytest.raises(UnsupportedError, match="no sum over shards"):
+    with pytest.raises(UnsupportedError, match="not a sum over shards"):
         a + a
     with pytest.raises(UnsupportedError, match="a further task's cannot be added"):
         a.as_prior()

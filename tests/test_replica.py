@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.errors import InputError, ModelError
-from laplace.replica import replicate
+from laplace.network.replica import replicate
 from networks import cut, make
 from zoo import ZOO, build
 

@@ -88,7 +88,8 @@ def test_what_is_looked_for_is_found(source):
 
 
 def test_asserts_tell_types_and_nothing_else():
-    asserts = [node for file in FILES for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Assert)]
+    ours = [file for file in FILES if file.parent.name != "testing"]  # test suites, in which an assert is a test
+    asserts = [node for file in ours for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Assert)]
     assert asserts
     assert not [ast.unparse(node) for node in asserts if not narrows(node.test)]
     assert not narrows(ast.parse("x > 0", mode="eval").body)

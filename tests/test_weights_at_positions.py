@@ -207,7 +207,7 @@ def test_networks_that_give_one_number_serve_every_likelihood_of_one_output(like
 
 def test_the_empirical_fisher_refuses_weights_within_an_example():
     model, x, y, weights = made("classification")
-    with pytest.raises(UnsupportedError, match="squares an example's whole score"):
+    with pytest.raises(UnsupportedError, match="squares the score of a whole example"):
         fitted(model, "classification", [(x, y, weights)], "all", "full", curvature="ef")
     fitted(model, "classification", [(x, y, weights > 0)], "all", "full", curvature="ef")
 

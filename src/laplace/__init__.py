@@ -1,43 +1,74 @@
-"""Turn a trained PyTorch network into a Bayesian one."""
+"""Turn a trained PyTorch network into a Bayesian one.
 
-from laplace.enums import (
-    Curvature,
-    FeatureReduction,
-    HessianStructure,
-    LinkApprox,
-    PredType,
-    PriorStructure,
-    SubsetOfWeights,
-    TuningMethod,
-)
-from laplace.enums import Likelihood as Likelihood
+    la = Laplace(model, "classification").fit(train_loader)
+    la.predict(x)
+
+What `dir(laplace)` lists is public; other modules are inside. Parts as objects are in `laplace.likelihoods`,
+`laplace.weights`, `laplace.structures` and `laplace.curvature`. laplace-torch's enums can be imported from here, too,
+except its `Likelihood`, which is `laplace.compat.enums.Likelihood`.
+"""
+
+from laplace import compat as compat
+from laplace import curvature as curvature
+from laplace import errors as errors
+from laplace import evaluation as evaluation
+from laplace import layers as layers
+from laplace import likelihoods as likelihoods
+from laplace import priors as priors
+from laplace import structures as structures
+from laplace import tuning as tuning
+from laplace import utils as utils
+from laplace import weights as weights
+from laplace._version import __version__ as __version__
+from laplace.compat.enums import Curvature as Curvature
+from laplace.compat.enums import FeatureReduction as FeatureReduction
+from laplace.compat.enums import HessianStructure as HessianStructure
+from laplace.compat.enums import LinkApprox as LinkApprox
+from laplace.compat.enums import PredType as PredType
+from laplace.compat.enums import PriorStructure as PriorStructure
+from laplace.compat.enums import SubsetOfWeights as SubsetOfWeights
+from laplace.compat.enums import TuningMethod as TuningMethod
 from laplace.laplace import Laplace
 from laplace.layers import register_rule
-from laplace.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Ordinal, from_log_prob
+from laplace.likelihoods import (
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Ordinal,
+    from_log_prob,
+)
 from laplace.online import marglik_training
 from laplace.predictive import Prediction
 from laplace.preview import plan
 
-__version__ = "0.1.0"
-
 __all__ = [
     "Categorical",
-    "Curvature",
-    "FeatureReduction",
     "Gaussian",
-    "HessianStructure",
     "HeteroscedasticGaussian",
     "Laplace",
     "Likelihood",
-    "LinkApprox",
     "Ordinal",
-    "PredType",
     "Prediction",
-    "PriorStructure",
-    "SubsetOfWeights",
-    "TuningMethod",
     "from_log_prob",
     "marglik_training",
     "plan",
     "register_rule",
 ]
+_ROOMS = (
+    "compat",
+    "curvature",
+    "errors",
+    "evaluation",
+    "layers",
+    "likelihoods",
+    "priors",
+    "structures",
+    "tuning",
+    "utils",
+    "weights",
+)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"])

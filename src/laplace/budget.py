@@ -1,4 +1,4 @@
-"""How much memory may be taken: work is cut into chunks, and what cannot be cut is refused before it is made."""
+"""Limit memory: cut work into chunks, and refuse what cannot be cut before it is allocated."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from laplace.errors import MemoryBudgetError, OptionError
 
 CHUNK = 2**29  # bytes of intermediate results at a time
 _CGROUP = Path("/sys/fs/cgroup")
-_KEPT = 31 * 2**20  # bytes; the largest block that glibc's malloc takes note of has 32 MiB
-_UNKNOWN = 2**62  # bytes, where no system call tells
+_KEPT = 31 * 2**20  # bytes; glibc's malloc ignores blocks above 32 MiB when it adapts its threshold
+_UNKNOWN = 2**62  # bytes; used where the system cannot tell us
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that may be taken; None for what is free when they are needed."""
+    """A number of bytes that may be allocated. None allows whatever is free at that moment."""
 
     bytes: int | None = None
 
@@ -32,55 +32,56 @@ class Budget:
 
     @property
     def chunk(self) -> int:
-        """Bytes of intermediate results at a time; results do not depend on it."""
+        """Return how many bytes of intermediate results may exist at once. Results do not depend on it."""
         return CHUNK if self.bytes is None else min(CHUNK, self.bytes)
 
     def count(self, bytes_each: int, share: float = 1.0) -> int:
-        """How many things of that size fit into a share of a chunk; at least one."""
+        """Return how many items of `bytes_each` fit into a share of one chunk, at least 1."""
         return max(1, int(share * self.chunk) // max(1, bytes_each))
 
     def left(self, device: torch.device) -> int:
-        """How many bytes may be taken on a device now."""
+        """Return how many bytes may still be allocated on a device."""
         return free(device) if self.bytes is None else self.bytes
 
     def has(self, needed: int, device: torch.device) -> bool:
-        """Whether so many bytes may be taken; up to a chunk they always may, unless the user said less."""
+        """Whether `needed` bytes may be allocated. Up to one chunk always may, unless the user's budget is smaller."""
         return needed <= self.chunk or needed <= self.left(device)
 
     def refuse(self, needed: int, device: torch.device, what: str, instead: str) -> NoReturn:
-        """What cannot be made, how much it needs, and what to do instead."""
+        """Raise MemoryBudgetError: what does not fit, how many bytes it needs, and what to do instead."""
         source = "free" if self.bytes is None else "allowed by memory_budget"
         raise MemoryBudgetError(
             f"{what} needs {in_bytes(needed)} of memory; {in_bytes(self.left(device))} are {source}. {instead}"
         )
 
     def require(self, needed: int, device: torch.device, what: str, instead: str) -> None:
-        """Refuse what cannot fit, before it is made."""
+        """Refuse what does not fit, before it is allocated."""
         if not self.has(needed, device):
             self.refuse(needed, device, what, instead)
 
 
 def keep_freed_memory() -> None:
-    """Let every batch work in the memory that the last one left.
+    """Make malloc keep freed memory, so that each batch reuses the memory of the one before.
 
-    glibc's malloc gives freed memory back to the system, from where it comes again page by page, as soon as it is twice
-    as much as the largest block freed so far. So one is freed here, which nobody has touched: it costs nothing.
+    glibc's malloc returns freed memory to the system as soon as there is twice as much of it as in the largest block
+    freed so far. The next batch then gets it back page by page, which is slow. Freeing one large block here raises that
+    threshold. The block is never touched, so this costs nothing.
     """
     torch.empty(_KEPT, dtype=torch.uint8)
 
 
 def free(device: torch.device) -> int:
-    """Bytes that a device has left: of a CPU what the system or a container's limit leaves."""
+    """Return the free bytes of a device. For a CPU this is the system's free memory or a container's limit."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
             device
-        )  # by torch, for its next tensors
+        )  # kept by torch for its next tensors
         return torch.cuda.mem_get_info(device)[0] + kept
     return min([_system(), *_container()])
 
 
 def in_bytes(n: float) -> str:
-    """A number of bytes in words."""
+    """Format a number of bytes with a unit, for messages."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):
         if n < 1000 or unit == "TB":
             break
@@ -95,7 +96,7 @@ def _system() -> int:
     except (OSError, StopIteration):
         if not hasattr(os, "sysconf"):
             return _UNKNOWN
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # all there is: the best that can be said
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # all memory: how much is free is unknown
 
 
 def _container() -> Iterable[int]:
@@ -105,7 +106,7 @@ def _container() -> Iterable[int]:
     ):
         try:
             stat = (_CGROUP / limit).with_name("memory.stat").read_text().split()
-            cached = int(stat[stat.index("inactive_file") + 1])  # files that the system gives up when asked
+            cached = int(stat[stat.index("inactive_file") + 1])  # file cache, which the system frees on demand
             yield max(0, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()) + cached)
         except (OSError, ValueError):  # no such file, or "max"
             continue

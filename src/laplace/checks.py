@@ -1,19 +1,25 @@
-"""Values that users give: each comes back in the form that is worked with, or is refused with what is allowed."""
+"""Check values that users pass. Return each in the form we work with, or refuse it and say what is allowed."""
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Iterable
-from typing import Any
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from laplace.errors import OptionError
 
+MANY: Final = 2**31 - 1  # upper limit for anything that is drawn, run or stored
+LARGEST: Final = 2**63 - 1  # upper limit for counters and seeds
+
 
 def choice(value: object, valid: Iterable[str], what: str) -> str:
-    """The option `value` as a plain string, or an error that lists the valid ones."""
+    """Return the option `value` as a plain string, or raise an error that lists the valid options."""
     word = str(getattr(value, "value", value))
     valid = list(valid)
     if word in valid:
@@ -22,37 +28,64 @@ def choice(value: object, valid: Iterable[str], what: str) -> str:
     raise OptionError(f"{what}={shown(value)} is not an option. Valid: {listed}.")
 
 
-def whole_number(value: object, what: str, least: int = 1) -> int:
-    """A whole number that is large enough."""
+def whole_number(value: object, what: str, least: int = 1, most: int = MANY) -> int:
+    """Return a whole number between `least` and `most`."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, ValueError):  # a tensor of several numbers is not one index
         number = least - 1
     if isinstance(value, bool) or number < least:
         raise OptionError(f"{what}={shown(value)} must be a whole number of at least {least}.")
+    if number > most:
+        raise OptionError(f"{what}={shown(value)} must be a whole number from {least} to {most:,}.")
     return number
 
 
+def flag(value: object, what: str) -> bool:
+    """Return True or False. Accepts numpy's booleans and 0 or 1; refuses tensors, whose truth value is ambiguous."""
+    if value is True or value is False:
+        return value
+    plain = value.item() if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1) else value  # type: ignore[attr-defined]
+    if isinstance(plain, (bool, int)) and plain in (0, 1):
+        return bool(plain)
+    raise OptionError(f"{what}={shown(value)} must be True or False.")
+
+
+def path_of(value: Any, what: str) -> Path:
+    """Return the path of a file."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise OptionError(f"{what}={shown(value)} must name a file, as in {what}='a.safetensors'.")
+    return Path(text)
+
+
 def shown(value: object) -> str:
-    """A value in an error message, cut to what fits on a line."""
+    """Return the repr of a value for an error message, cut to one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def written(value: object, options: Mapping[str, Any]) -> str:
+    """Return the call that makes `value` again: its class, with those `options` that differ from the defaults."""
+    usual = inspect.signature(type(value)).parameters if options else {}
+    given = [f"{key}={option!r}" for key, option in options.items() if not unchanged(option, usual[key].default)]
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
 def unchanged(value: Any, usual: Any) -> bool:
-    """Whether an option has its usual value."""
+    """Whether an option still has its default value."""
     return value is usual or (isinstance(value, (int, float, str)) and value == usual)
 
 
 def generator_or_none(generator: Any) -> torch.Generator | None:
-    """The generator, or None for torch's own."""
+    """Return the generator, or None for torch's global one."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise OptionError(f"generator is a {type(generator).__name__}; write torch.Generator().manual_seed(0).")
     return generator
 
 
 def positive(value: Tensor | float, what: str) -> Tensor:
-    """`value` as a tensor of positive finite numbers."""
+    """Return `value` as a tensor of positive finite numbers."""
     tensor = real(value, what)
     if tensor.numel() == 0 or not (tensor > 0).all():
         shown = f"{float(tensor.min()):g}" if tensor.numel() else "nothing"
@@ -62,14 +95,22 @@ def positive(value: Tensor | float, what: str) -> Tensor:
     return tensor
 
 
+def one_positive(value: Tensor | float, what: str) -> float:
+    """Return one positive finite number."""
+    tensor = positive(value, what)
+    if tensor.numel() != 1:
+        raise OptionError(f"{what} has {tensor.numel()} values; give one number.")
+    return float(tensor)
+
+
 def real(value: Tensor | float, what: str) -> Tensor:
-    """`value` as a tensor of finite real numbers."""
+    """Return `value` as a tensor of finite real numbers."""
     if isinstance(value, bool):
-        raise OptionError(f"{what}={value!r}: a number or a tensor of numbers is needed.")
+        raise OptionError(f"{what}={value!r} is not allowed; give a number or a tensor of numbers.")
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise OptionError(f"{what}={shown(value)} is no number or tensor of numbers; write {what}=1.0.") from error
+        raise OptionError(f"{what}={shown(value)} is not a number or a tensor of numbers; write {what}=1.0.") from error
     if tensor.is_complex() or tensor.dtype is torch.bool:
         raise OptionError(f"{what} has dtype {tensor.dtype}; real numbers needed.")
     if not tensor.is_floating_point():

@@ -12,7 +12,7 @@ DISTRIBUTION = "laplace-redux"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (that of the process if None); returns the exit status."""
+    """Run the command line `argv` (that of the process if None) and return the exit status."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:

@@ -1,9 +1,10 @@
-"""`laplace demo`: a classifier and a regressor, each before and after its last layer became Bayesian.
+"""`laplace demo`: a classifier and a regressor, each before and after its last layer is made Bayesian.
 
-Both tasks were picked to show what the method is for, and the output says so. The images carry noise of sd 0.5 because
+Both tasks were chosen to show what the method is for, and the output says so. The images carry noise of sd 0.5 because
 the network overfits them and becomes overconfident. Over seeds 0 to 2, Laplace improves NLL and Brier from sd 0.4 up,
-ECE from 0.5 up; at 0, 0.2 and 0.3 the network is nearly calibrated and Laplace makes all three worse, while AUROC gains
-at every level. The regressor has one hidden layer; with two, the interval held 77, 22 and 98 % of the gap.
+ECE from 0.5 up; at 0, 0.2 and 0.3 the network is nearly calibrated and Laplace makes all three worse, while AUROC
+improves at every level. The regressor has one hidden layer; with two, the 95 % interval covered 77, 22 and 98 % of the
+points in the gap.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SIGMA = 0.1
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on; the defaults are those of the command line."""
+    """Settings of a run; the defaults are those of the command line."""
 
     seed: int = 0
     noise: float = 0.5
@@ -39,7 +40,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Digits:
-    """8x8 images of the digits 0 to 7 in two halves, and those of 8 and 9 apart."""
+    """8x8 images of the digits 0 to 7 in two halves, and separately those of 8 and 9."""
 
     x_train: Tensor  # (N, 1, 8, 8)
     y_train: Tensor  # (N,)
@@ -49,13 +50,13 @@ class Digits:
 
 
 def missing_packages() -> list[str]:
-    """The packages of the extra `demo` that are not installed."""
+    """Return the packages of the extra `demo` that are not installed."""
     packages = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
     return [package for module, package in packages.items() if find_spec(module) is None]
 
 
 def run(out: Path, settings: Settings) -> None:
-    """Run the demo, print what it finds, and save its two figures in the directory `out`; uses one thread."""
+    """Run the demo on one thread: print the results, and save two figures in the directory `out`."""
     start = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -199,7 +200,7 @@ def _convnet() -> nn.Sequential:
 
 
 def _train(model: nn.Module, loader: DataLoader, loss: Loss, epochs: int, lr: float, weight_decay: float) -> float:
-    """Trains in place; returns the seconds that the steps took."""
+    """Train in place, and return the seconds that the steps took."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Our exceptions and warnings. Every message says what came, what is allowed, and what to write instead."""
+"""Define our exceptions and warnings. Every message says what came, what is allowed, and what to write instead."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "NotFittedError",
     "NumericalError",
     "OptionError",
+    "ProcessesWarning",
     "StaleWarning",
     "UnsupportedError",
 ]
@@ -31,56 +32,75 @@ class LaplaceError(Exception):
 
 
 class OptionError(LaplaceError, ValueError):
-    """An option that does not exist, or a value outside its range."""
+    """An option is unknown, or its value is out of range."""
 
 
 class InputError(LaplaceError, ValueError):
-    """Data that does not fit: shapes, dtypes, labels out of range, NaN."""
+    """Data does not fit: wrong shapes or dtypes, labels out of range, NaN."""
 
 
 class CheckpointError(InputError):
-    """A file that is damaged, foreign, or of another network, other data or other options."""
+    """A file is damaged, not ours, or belongs to another network, other data or other options."""
 
 
 class NotFittedError(LaplaceError, RuntimeError):
-    """Something was asked of a posterior that has seen no data yet."""
+    """A posterior is asked for something before it has seen data."""
 
 
 class UnsupportedError(LaplaceError, NotImplementedError):
-    """A combination that does not exist; the message names one that does."""
+    """A combination is not supported. The message names one that is."""
 
 
 class ModelError(LaplaceError, RuntimeError):
-    """A network that cannot be treated as asked; the message names the layer."""
+    """A network cannot be treated as asked. The message names the layer."""
 
 
 class FormChangedError(ModelError):
-    """A later batch uses a weight in another way than the first, and the data cannot be read again."""
+    """A later batch uses a weight in another way than the first batch, and the data cannot be read again."""
 
 
 class NumericalError(LaplaceError, ArithmeticError):
-    """A matrix or a score that is not usable: not positive definite, NaN, infinite."""
+    """A matrix or a score is unusable: not positive definite, NaN, or infinite."""
 
 
 class MemoryBudgetError(LaplaceError, MemoryError):
-    """Something that would not fit into memory; the message has the bytes and what would fit."""
+    """A result would not fit into memory. The message says how many bytes it needs, and what would fit."""
 
 
 class LaplaceWarning(UserWarning):
-    """Base of our warnings: something was chosen for you, or is not as you may think."""
+    """Base of our warnings: we chose something for you, or something is not as you may expect."""
 
 
 class BoundaryWarning(LaplaceWarning):
-    """An optimum lies at the edge of the range in which it was looked for."""
+    """An optimum lies at the edge of its search range."""
+
+
+class ProcessesWarning(LaplaceWarning):
+    """One of several processes fits its posterior only to the data that it reads itself."""
 
 
 class StaleWarning(LaplaceWarning):
-    """The network's weights are no longer those that the posterior was fitted at."""
+    """A network's weights have changed since its posterior was fitted."""
 
 
 def numbered(error: LaplaceError, where: str) -> LaplaceError:
-    """The same error, with which batch it was; those that others look for stay as they are."""
-    return type(error)(f"{where}: {error}") if type(error) in (InputError, ModelError) else error
+    """Return the same error with the batch in its message. Subclasses, which callers catch by type, stay unchanged."""
+    return type(error)(f"{where}: {error}") if type(error) in (InputError, ModelError, NumericalError) else error
+
+
+@contextmanager
+def within(where: str, runs: bool = False) -> Iterator[None]:
+    """Add the batch's name to errors about data or the network. Does nothing if `where` is empty.
+
+    With `runs`, a ModelError gets the name only if the network itself raised it (it has a cause). Other ModelErrors do
+    not depend on the batch.
+    """
+    try:
+        yield
+    except (InputError, ModelError, NumericalError) as error:
+        if not where or (runs and isinstance(error, ModelError) and error.__cause__ is None):
+            raise
+        raise numbered(error, where) from error.__cause__
 
 
 def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
@@ -93,9 +113,9 @@ def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without notes of torch on operations that it vectorises slowly: they would be about our choice, not the user's.
+    """Silence torch's notes about slow vectorised operations: they concern our choice, not the user's.
 
-    The filter stays: to take it out again is not safe where several threads predict.
+    The filter stays installed, because removing it is not safe while other threads predict.
     """
     if not any(filter_[1] is not None and filter_[1].pattern == _SLOW for filter_ in warnings.filters):
         warnings.filterwarnings("ignore", message=_SLOW)

@@ -1,79 +1,88 @@
-"""`Laplace`: the four components put together.
+"""`Laplace`: a network, what was asked for, what the data left, and the hyperparameters. All else is done elsewhere.
 
-Which weights, what curvature and structure, which hyperparameters, which predictive: each is a part of its own, and
-any of them combine. Here they are put together. What users call, and laplace-torch's names for it, is on the sides
-that `Laplace` is made of (`calls.py` of their rooms); nothing inside knows these names.
+It holds values and delegates: a method is a function of the room that it belongs to, and takes whatever has a
+`posterior` and a `runner`.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from laplace.backprop import Plan
-from laplace.batches import Keys
-from laplace.budget import Budget
-from laplace.checkpoints.calls import Storable
+from laplace.checkpoints import posteriors as files
+from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
-from laplace.checks import generator_or_none, positive, shown
-from laplace.coverage import Coverage, coverage_of, not_kron
-from laplace.curved_prior import CurvedPrior, prior_of
-from laplace.errors import (
-    InputError,
-    LaplaceError,
-    NotFittedError,
-    OptionError,
-    UnsupportedError,
-)
-from laplace.fitting import Accumulator
-from laplace.functional.fitting import SubsetAccumulator
-from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.options import curvature_named, refuse_others, require_served, samples_of, structure_named
-from laplace.over_time import OverTime
-from laplace.positions import class_dim_of
-from laplace.posterior import Fit, Posterior
-from laplace.precision import plainly
-from laplace.predictive.calls import Predictable
-from laplace.prior import Prior, own
-from laplace.reading import Readable
-from laplace.replica import require_shapes
-from laplace.running import Running
-from laplace.structures.kron import Kron
-from laplace.summary import summary
-from laplace.tuning.calls import Tunable
-from laplace.weights import Choice, Last, LastLayer, Selection, Snapshot, Subnetwork, subset_named
+from laplace.checks import flag, one_positive, path_of, positive, shown
+from laplace.curvature import CURVATURES, Estimator
+from laplace.errors import LaplaceError, NotFittedError, OptionError, UnsupportedError
+from laplace.inference import continual, inspection
+from laplace.inference import predict as predicting
+from laplace.inference.coverage import Coverage, coverage_of
+from laplace.inference.fit import fit as sums_of
+from laplace.inference.runner import Runner
+from laplace.inference.source import Frame, outputs_of
+from laplace.inference.summary import summary
+from laplace.likelihoods import Likelihood
+from laplace.linalg.autocast import plainly
+from laplace.network.replica import require_values
+from laplace.posterior.posterior import Fit, Posterior
+from laplace.posterior.task_prior import prior_of
+from laplace.priors import Prior
+from laplace.priors.gaussian import GaussianPrior, own
+from laplace.spec import STRUCTURE_OPTIONS, Spec, refuse_unknown_keywords
+from laplace.structures import Structure
+from laplace.tuning import calls as tuning
+from laplace.weights import Subnetwork, Subset
 
 if TYPE_CHECKING:
-    pass
+    from typing_extensions import Self
+
+    Value = TypeVar("Value")
+
+    class reads(Generic[Value]):
+        """What type checkers see of `property(function)`: the type of the value."""
+
+        def __init__(self, function: Callable[[Any], Value]) -> None: ...
+
+        def __get__(self, la: Any, owner: Any) -> Value: ...
+
+else:
+    reads = property
 
 
-class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
+class Laplace:
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
-    Nothing is computed before `fit`. Options that do not exist, or do not go together, are refused here.
+    Nothing is computed before `fit`. Options that do not exist, or do not go together, are refused here. Each option is
+    readable under its own name, with a value that this call takes. Parts are given by name with keywords, or as objects
+    with options of their own: "kron" with damping=True is Kron(damping=True).
 
     Args:
         model: the trained network; it is never changed.
         likelihood: what the outputs mean: 'classification', 'regression', 'binary', 'multilabel', 'poisson',
             'heteroscedastic', 'given_noise', 'reward_modeling', or an object, as of `laplace.likelihoods`.
         subset_of_weights: which weights are uncertain: 'last_layer', 'all' (parameters with requires_grad),
-            'subnetwork' (with `subnetwork_indices`), globs over names of parameters and modules, or a predicate
-            (name, parameter) -> bool.
-        hessian_structure: what is kept of the curvature: 'full'; 'lowrank' (the largest eigenpairs of all weights
-            together); a block per tensor: 'block', 'inf', 'ekfac', 'kron'; 'diag'; or 'gp', a posterior over functions
-            from `n_subset` of the points.
-        curvature: 'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian'. If left
-            out, 'ggn', and 'sketch' where outputs at many positions make that too costly (with a warning).
+            'subnetwork' (with `subnetwork_indices`), globs over names of parameters and modules, a predicate
+            (name, parameter) -> bool, or an object of `laplace.weights`.
+        hessian_structure: what is kept of the curvature, by name or as an object of `laplace.structures`: 'full';
+            'lowrank' (the largest eigenpairs of all weights together); a block per tensor: 'block', 'inf', 'ekfac',
+            'kron'; 'diag'; or 'gp', a posterior over functions from `n_subset` of the points.
+        curvature: 'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian', or an
+            object of `laplace.curvature`. If left out, 'ggn', and 'sketch' where outputs at many positions make that
+            too costly (with a warning).
         curvature_samples: of 'sketch' and 'mc', vectors per example.
         sigma_noise: standard deviation of the observation noise of a regression: one number, or one per output.
         prior_precision: one number, one per parameter tensor, or one per weight.
         prior_mean: one number, or one per weight.
-        prior: what earlier tasks left, `earlier.as_prior()`, instead of prior_precision and prior_mean.
+        prior: instead of prior_precision and prior_mean, one of `laplace.priors`, as StudentT(df=4, scale=0.1), or
+            what earlier tasks left, `earlier.as_prior()`.
         temperature: T of p(D given theta)^(1/T).
         enable_backprop: whether gradients flow from predictions to the inputs.
         dict_key_x: of batches that are mappings, the key of the main input.
@@ -96,36 +105,29 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             for one number at each position, (N, T).
         backend: a backend class of laplace-torch, understood as the curvature that it stands for.
         backend_kwargs: of `backend`; `stochastic=True` stands for curvature 'mc'.
-        **others: refused, by name.
 
     Attributes:
-        model: the network, as given.
-        likelihood: the likelihood, as an object.
-        subset_of_weights: as given.
-        structure: the structure, as an object.
-        curvature: the kind of curvature, by name.
-        curvature_samples: as given.
-        class_dim: as given.
-        enable_backprop: as given; may be set.
+        runner: the network with the parts that it is treated by.
 
     Raises:
-        OptionError: an option that does not exist, or a value outside its range.
-        UnsupportedError: options that do not go together; the message says what does.
+        OptionError: an option is unknown, or its value is outside its range.
+        UnsupportedError: options do not go together; the message says what does.
     """
 
+    @refuse_unknown_keywords
     def __init__(
         self,
         model: nn.Module,
         likelihood: Likelihood | str,
-        subset_of_weights: str | Sequence[str] | Callable[[str, nn.Parameter], bool] = "last_layer",
-        hessian_structure: str = "kron",
+        subset_of_weights: Subset | str | Sequence[str] | Callable[[str, nn.Parameter], bool] = "last_layer",
+        hessian_structure: Structure | str = "kron",
         *,
-        curvature: str | None = None,
+        curvature: Estimator | str | None = None,
         curvature_samples: int = 1,
         sigma_noise: float | Tensor = 1.0,
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
-        prior: CurvedPrior | None = None,
+        prior: Prior | None = None,
         temperature: float = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
@@ -145,63 +147,123 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         class_dim: int | None = -1,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
-        **others: Any,
     ) -> None:
-        refuse_others(others)
         if not isinstance(model, nn.Module):
             raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
-        require_shapes(model)
-        self.model = model
-        self.likelihood = likelihood_named(likelihood)
-        last = Last(last_layer_name, feature_reduction)
-        self._subset = subset_named(subset_of_weights, subnetwork_indices, last, model)
-        self.subset_of_weights = subset_of_weights
-        self.curvature = curvature_named(curvature, backend, backend_kwargs)
-        self._curvature_given = curvature is not None or backend is not None
-        self.class_dim = class_dim_of(class_dim)
-        options = {"damping": damping, "weight_sharing": weight_sharing, "rank": rank, "tol": tol}
-        options |= {"n_subset": n_subset, "seed": seed, "independent_outputs": independent_outputs}
-        self.structure = structure_named(
-            hessian_structure, functional_approximation, options, self.curvature, self._subset.label
+        require_values(model)
+        self.damping, self.weight_sharing, self.rank, self.tol = damping, weight_sharing, rank, tol
+        self.n_subset, self.seed, self.independent_outputs = n_subset, seed, independent_outputs
+        self.functional_approximation, self.memory_budget = functional_approximation, memory_budget
+        self.subset_of_weights, self.hessian_structure = subset_of_weights, hessian_structure
+        self.last_layer_name, self.feature_reduction = last_layer_name, feature_reduction
+        self.backend, self.backend_kwargs = backend, backend_kwargs
+        spec = Spec.of(
+            model,
+            likelihood,
+            subset_of_weights,
+            hessian_structure,
+            curvature=curvature,
+            curvature_samples=curvature_samples,
+            last_layer_name=last_layer_name,
+            feature_reduction=feature_reduction,
+            subnetwork_indices=subnetwork_indices,
+            structure_options={name: getattr(self, name) for name in STRUCTURE_OPTIONS},
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            class_dim=class_dim,
+            memory_budget=memory_budget,
+            backend=backend,
+            backend_kwargs=backend_kwargs,
         )
-        if self.curvature == "hessian" and self._subset.label == "last_layer" and not self.likelihood.hessian_is_fisher:
-            raise UnsupportedError(
-                f"the exact Hessian of a last layer with {self.likelihood.name!r} depends on the labels and may be "
-                "indefinite. Take curvature='ggn', or subset_of_weights= the last layer's name, whose Hessian is exact."
-            )
-        if isinstance(self._subset, Choice):
-            require_served(self.structure, self._subset.select(model).layout)
-        self.curvature_samples = samples_of(self.curvature, curvature_samples)
-        self._temperature = _checked_temperature(temperature)
-        if not isinstance(enable_backprop, bool):
-            raise OptionError(f"enable_backprop={shown(enable_backprop)} must be True or False.")
-        self.enable_backprop = enable_backprop
-        self._keys = Keys(dict_key_x, dict_key_y, self.likelihood.further, self.likelihood.pairs)
-        self._weights: LastLayer | Selection | None = None
-        self._plan: Plan | None = None
-        self._budget = self.structure.budget = Budget(memory_budget)
-        self._fitted: Fit | None = None
+        self.runner = Runner(model, spec, flag(enable_backprop, "enable_backprop"))
+        self._fit: Fit | None = None
         self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
-        self._snapshot: Snapshot | None = None
-        self._warned: set[str] = set()
-        self._prior = prior_of(prior, prior_precision, prior_mean, self.structure.described)
+        self._temperature = one_positive(temperature, "temperature")
+        self._prior = prior_of(prior, prior_precision, prior_mean, spec.structure.described)
+        self._prior.require_structure(spec.structure.takes)
         self._sigma = self._take_noise(sigma_noise)
 
-    # ---- hyperparameters ---------------------------------------------------------------------------------------
+    # ---- what was asked for ---------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The network, as given."""
+        return self.runner.model
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, as an object."""
+        return self.runner.spec.likelihood
+
+    @property
+    def structure(self) -> Structure:
+        """The structure, as an object."""
+        return self.runner.spec.structure
+
+    @property
+    def curvature(self) -> Estimator | str | None:
+        """The curvature, by name; an estimator of your own as it is. None until `fit` chooses, if you did not."""
+        asked = self.runner.spec.curvature
+        if asked is not None and CURVATURES.get(asked.name) is not type(asked):
+            return asked
+        return self._fit.kind if self._fit is not None else None if asked is None else asked.name
+
+    @property
+    def curvature_samples(self) -> int:
+        """Vectors per example that an estimated curvature draws."""
+        return self.runner.spec.estimator.vectors
+
+    @property
+    def subnetwork_indices(self) -> Tensor | None:
+        """Of subset_of_weights='subnetwork': the indices into all trainable weights, ascending."""
+        subset = self.runner.spec.weights
+        return subset.indices.clone() if isinstance(subset, Subnetwork) else None
+
+    @property
+    def class_dim(self) -> int | None:
+        """Which dimension of the outputs has the classes."""
+        return self.runner.spec.class_dim
+
+    @property
+    def dict_key_x(self) -> str:
+        """The key of the main input in batches that are mappings."""
+        return self.runner.spec.keys.x
+
+    @property
+    def dict_key_y(self) -> str:
+        """The key of the labels in batches that are mappings."""
+        return self.runner.spec.keys.y
+
+    @property
+    def enable_backprop(self) -> bool:
+        """Whether gradients flow from predictions to the inputs; may be set."""
+        return self.runner.enable_backprop
+
+    @enable_backprop.setter
+    def enable_backprop(self, value: bool) -> None:
+        self.runner.enable_backprop = flag(value, "enable_backprop")
+
+    # ---- hyperparameters ------------------------------------------------------------------------------------------
 
     @property
     def prior_precision(self) -> Tensor:
-        """A scalar, one value per parameter tensor, or one per weight. Setting it needs no refit."""
-        return self._prior.precision
+        """A scalar, one value per parameter tensor, or one per weight. Setting it needs no refit.
+
+        Of a prior of another kind see `prior`, `prior.hyperparameters` and `prior_precision_diag`.
+        """
+        return self._gaussian_prior.precision
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        self._set_prior(self._prior.with_precision(value))
+        self._set_prior(self._gaussian_prior.with_precision(value))
 
     @property
     def prior_mean(self) -> Tensor:
         """A scalar or one value per weight."""
-        return self._prior.mean
+        mean = getattr(self._prior, "mean", None)
+        if mean is None:
+            raise UnsupportedError(f"the prior is {self._prior}, which has no mean of its own.")
+        return mean
 
     @prior_mean.setter
     def prior_mean(self, value: float | Tensor) -> None:
@@ -209,8 +271,14 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
 
     @property
     def prior(self) -> Prior:
-        """Mean and precision together: the prior as a whole, with what earlier tasks left."""
+        """The prior as a whole, with what earlier tasks left. Setting it needs no refit."""
         return self._prior
+
+    @prior.setter
+    def prior(self, value: Prior) -> None:
+        prior = prior_of(value, 1.0, 0.0, self.structure.described)
+        prior.require_structure(self.structure.takes)
+        self._set_prior(prior)
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -226,15 +294,20 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         self._sigma = self._take_noise(value)
 
     @property
+    def noise_level(self) -> Tensor:
+        """The level of all outputs' noise, ()."""
+        return self._sigma
+
+    @property
     def temperature(self) -> float:
         """T of p(D given theta)^(1/T). Setting it needs no refit."""
         return self._temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._temperature = _checked_temperature(value)
+        self._temperature = one_positive(value, "temperature")
 
-    # ---- fit ---------------------------------------------------------------------------------------------------
+    # ---- the posterior --------------------------------------------------------------------------------------------
 
     @plainly
     def fit(
@@ -246,7 +319,7 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         generator: torch.Generator | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 100,
-    ) -> Laplace:
+    ) -> Self:
         """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
 
         Where a batch is refused, the error names it, and the posterior stays as it was.
@@ -271,55 +344,18 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
             UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
         """
-        self._require_rereading(train_loader, override)
-        stream = self._training(train_loader, progress_bar)
-        first = next(stream, None)
-        if first is None:
-            raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
-        weights = self._find_weights(first.inputs, keep=not override)
-        if not override and self._fitted is not None:
-            self._require_unchanged()
-        before = None if override else self._fitted
-        engine = self._engine(weights, self._plan if before is not None else None)
-        if override:
-            self._require_steady(first.inputs, engine.linear)
-        kind = self.curvature if before is not None else self._chosen_curvature(engine, first.inputs)
-        generator = generator_or_none(generator)
-        progress = None if checkpoint is None else progress_of(self, weights, kind, generator, checkpoint, every)
-        if generator is None and (self.structure.passes > 1 or progress is not None):
-            generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
-        sums = (SubsetAccumulator if self.structure.functional else Accumulator)(
-            engine,
-            self.likelihood,
-            self.structure,
-            weights.layout,
-            kind,
-            self.curvature_samples,
-            generator,
-            self._budget,
-            progress,
+        before = None if flag(override, "override") else self._fit
+        journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)
+        self._fit = sums_of(
+            self.runner,
+            train_loader,
+            self._prior,
+            before,
+            progress_bar=flag(progress_bar, "progress_bar"),
+            generator=generator,
+            journal=journal,
         )
-        sums.n_outputs = 0 if before is None else before.n_outputs
-        mean = weights.layout.join(weights.tensors(self.model))
-        mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
-        self._prior.check(weights.layout, self.structure.prior_structures)
-        self.structure.check(weights.layout)
-        again = None if isinstance(train_loader, Iterator) else lambda: self._training(train_loader, progress_bar)
-        sums.run(chain([first], stream), again)
-        fitted = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
-        covered = coverage_of(fitted, engine.plan)
-        if isinstance(self.structure, Kron) and (others := not_kron(covered, self.structure.name)):
-            self._warn_once("coverage", others)
-        for note in self.structure.notes(fitted.sums):
-            self._warn_once(note, note)
-        self._weights, self._plan, self.curvature, self._fitted = weights, engine.plan, kind, fitted
-        self._snapshot = Snapshot.of(self.model)
-        if progress is not None:
-            progress.remove()
-        self._warned.discard("stale")
         return self
-
-    # ---- evidence ----------------------------------------------------------------------------------------------
 
     @plainly
     def log_marginal_likelihood(
@@ -353,32 +389,37 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
     marglik = log_marginal_likelihood
     """The paper's name of `log_marginal_likelihood`."""
 
-    # ---- state -------------------------------------------------------------------------------------------------
-
     @property
     def posterior(self) -> Posterior:
         """The Gaussian at the current hyperparameters, kept until one of them changes."""
-        if self._fitted is None:
+        if self._fit is None:
             raise NotFittedError("this posterior has seen no data. Call la.fit(train_loader) first.")
-        posterior = Posterior(self._fitted, self._prior, self._sigma, self._temperature)
+        posterior = Posterior(self._fit, self._prior, self._sigma, self._temperature)
         if posterior.needs_grad and torch.is_grad_enabled():
             return posterior  # its graph belongs to the caller
         values = (posterior.fit, posterior.prior, posterior.sigma, posterior.temperature)
-        versions = tuple(t._version for t in (posterior.prior.precision, posterior.prior.mean, posterior.sigma))
+        versions = tuple(t._version for t in (*posterior.prior.tensors, posterior.sigma))
         cached = self._cached
         if cached is None or cached[1] != versions or any(a is not b for a, b in zip(cached[0], values, strict=True)):
             cached = self._cached = (values, versions, posterior.detached())
+            self._notice_clipped(cached[2])
         return cached[2]
-
-    @property
-    def subnetwork_indices(self) -> Tensor | None:
-        """Of subset_of_weights='subnetwork': the indices into all trainable weights, ascending."""
-        return self._subset.indices.clone() if isinstance(self._subset, Subnetwork) else None
 
     @property
     def is_fitted(self) -> bool:
         """Whether the posterior has seen data."""
-        return self._fitted is not None
+        return self._fit is not None
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of outputs, C."""
+        return self.posterior.fit.n_outputs
+
+    @property
+    def frame(self) -> Frame:
+        """How inputs come to it, for predictions."""
+        spec = self.runner.spec
+        return Frame(spec.keys, spec.class_dim, spec.budget, self.enable_backprop, spec.structure.functional)
 
     def coverage(self) -> Coverage:
         """A table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes.
@@ -386,9 +427,130 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         Raises:
             NotFittedError: before `fit`.
         """
-        return coverage_of(self.posterior.fit, self._plan)
+        return coverage_of(self.posterior.fit, self.runner.plan)
 
-    def to(self, device: torch.device | str) -> Laplace:
+    # ---- what is done with it: functions of other rooms -------------------------------------------------------------
+
+    outputs = outputs_of
+    __call__ = predicting.call
+    predict = predicting.predict
+    functional_samples = predicting.functional_samples
+    predictive_samples = predicting.predictive_samples
+    preference = predicting.preference
+    sample = predicting.sample
+    tune = tuning.tune
+    optimize_prior_precision = tuning.optimize_prior_precision
+    as_prior = continual.as_prior
+
+    mean = reads(inspection.mean)
+    n_params = reads(inspection.n_params)
+    n_layers = reads(inspection.n_layers)
+    n_data = reads(inspection.n_data)
+    loss = reads(inspection.loss)
+    H = reads(inspection.H)
+    spectrum = reads(inspection.spectrum)
+    clipped = reads(inspection.clipped)
+    log_likelihood = reads(inspection.log_likelihood)
+    log_prior = reads(inspection.log_prior)
+    prior_clipped = reads(inspection.prior_clipped)
+    scatter = reads(inspection.scatter)
+    log_det_prior_precision = reads(inspection.log_det_prior_precision)
+    log_det_posterior_precision = reads(inspection.log_det_posterior_precision)
+    log_det_ratio = reads(inspection.log_det_ratio)
+    prior_precision_diag = reads(inspection.prior_precision_diag)
+    posterior_precision = reads(inspection.posterior_precision)
+    posterior_covariance = reads(inspection.posterior_covariance)
+    posterior_variance = reads(inspection.posterior_variance)
+    posterior_scale = reads(inspection.posterior_scale)
+    square_norm = inspection.square_norm
+    log_prob = inspection.log_prob
+    functional_variance = inspection.functional_variance
+    functional_covariance = inspection.functional_covariance
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Warn of something the first time that it happens.
+
+        Args:
+            key: what it is called; a second warning under the same key is left out.
+            message: what is said.
+        """
+        self.runner.warn_once(key, message)
+
+    # ---- keeping and joining ----------------------------------------------------------------------------------------
+
+    def state_dict(self, with_data: bool = False) -> dict[str, Any]:
+        """Everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
+
+        Args:
+            with_data: needed for a 'gp', which is made of some points of the data.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: a 'gp' without `with_data`.
+        """
+        return states.state_dict(self, flag(with_data, "with_data"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, on the same network with the same options.
+
+        Args:
+            state: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
+
+        Raises:
+            InputError: a state of other options, or of other parameters.
+        """
+        found = states.restored(self.runner, state, self._prior)
+        temperature = one_positive(found.temperature, "temperature")
+        self._sigma, self._temperature = self._take_noise(found.sigma_noise), temperature
+        self._fit, self._prior = found.fit, found.prior
+        self.runner.adopt(found.weights)
+
+    def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
+        """Write a fitted posterior to a file of safetensors: no code, and no training data.
+
+        Args:
+            path: the file; one of that name is replaced once the new one is whole.
+            with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
+                file has their numbers and a digest, and `load` needs the data.
+
+        Raises:
+            NotFittedError: before `fit`.
+            UnsupportedError: a network whose weights have changed since.
+        """
+        files.save(self, path_of(path, "path"), flag(with_data, "with_data"))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        likelihood: Likelihood | str | None = None,
+        prior: Prior | None = None,
+        hessian_structure: Structure | None = None,
+        subset_of_weights: Subset | None = None,
+        names: Mapping[str, str] | None = None,
+        data: Iterable[Any] | None = None,
+    ) -> Self:
+        """The posterior that `save` wrote, on the same network with the same weights; all options are in the file.
+
+        Args:
+            path: the file.
+            model: the network, with the weights at which the posterior was fitted.
+            likelihood: one of your own, if it was fitted with one.
+            prior: one of `from_log_density`, if it was fitted with one; its hyperparameters are taken from the file.
+            hessian_structure: one of your own, if it was fitted with one.
+            subset_of_weights: one of your own, if it was fitted with one.
+            names: {old: new} where parameters or modules have other names now.
+            data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+
+        Raises:
+            CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
+        """
+        parts = hessian_structure, subset_of_weights
+        return files.load(cls, path_of(path, "path"), model, likelihood, prior, names, data, *parts)
+
+    def to(self, device: torch.device | str) -> Self:
         """Move the posterior; the network is yours to move.
 
         Args:
@@ -397,43 +559,79 @@ class Laplace(Running, Predictable, Tunable, Readable, Storable, OverTime):
         Returns:
             The object itself.
         """
-        if self._fitted is not None:
-            self._fitted = self._fitted.to(device)
+        try:
+            device = torch.device(device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise OptionError(f"device={shown(device)} is no device of torch here, as 'cpu' is: {error}") from None
+        if self._fit is not None:
+            self._fit = self._fit.to(device)
         self._prior, self._sigma = self._prior.to(device), self._sigma.to(device)
         return self
 
+    def __add__(self, other: Any) -> Self:
+        """Return the posterior of the data of both, with the prior, noise and temperature of the left one."""
+        if not isinstance(other, Laplace):
+            return NotImplemented
+        return self._with(continual.merged(self, other))
+
+    def __sub__(self, other: Any) -> Self:
+        """Return the posterior without the data of the right one, which must be among the data of the left one."""
+        if not isinstance(other, Laplace):
+            return NotImplemented
+        return self._with(continual.subtracted(self, other))
+
+    def __radd__(self, other: Any) -> Self:
+        """Begin sum([a, b, c]), which starts with 0."""
+        if not (isinstance(other, int) and other == 0):
+            return NotImplemented
+        return self._with(self.posterior.fit)
+
     def __repr__(self) -> str:
-        return summary(self)
+        posterior = None if self._fit is None else self.posterior
+        return summary(self.runner, posterior, self._prior, self.sigma_noise, self._temperature)
 
-    # ---- inside ------------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"runner": copy.copy(self.runner)}  # a copy learns about its network by itself
 
-    def _restore(
-        self, fit: Fit, weights: LastLayer | Selection, prior: Prior, sigma: Tensor, temperature: float
-    ) -> None:
-        self._sigma, self._temperature = self._take_noise(sigma), _checked_temperature(temperature)
-        self._fitted, self._weights, self._prior, self._snapshot = fit, weights, prior, Snapshot.of(self.model)
-        self.curvature = fit.kind
-        self._warned.discard("stale")
+    def _with(self, fit: Fit) -> Self:
+        out = copy.copy(self)
+        out.runner, out._fit, out._cached = self.runner.with_structure_of(fit), fit, None
+        return out
 
     def _set_prior(self, prior: Prior) -> None:
-        if self._fitted is not None:
-            prior.check(self._fitted.layout, self.structure.prior_structures)
+        if self._fit is not None:
+            prior.check(self._fit.layout, self.structure.takes)
         self._prior = prior
 
+    @property
+    def _gaussian_prior(self) -> GaussianPrior:
+        if isinstance(self._prior, GaussianPrior):
+            return self._prior
+        raise UnsupportedError(
+            f"the prior is {self._prior}, which has no prior_precision. There is: la.prior.hyperparameters, "
+            "la.prior_precision_diag (of -d2 log p at the weights), and la.prior = ... to set another."
+        )
+
+    def _notice_clipped(self, posterior: Posterior) -> None:
+        """Warn once where the curvature of the prior was not positive."""
+        if posterior.prior.quadratic or not posterior.prior_clipped.count:
+            return
+        clipped, prior = posterior.prior_clipped, posterior.prior
+        self.warn_once(
+            "prior_clipped",
+            f"-d2 log p of {prior} has {clipped.count} negative eigenvalues at the weights, the lowest "
+            f"{clipped.lowest:.2g} of the largest; they are set to zero, and these weights are held by the data alone. "
+            "See la.prior_clipped; a larger scale has fewer.",
+        )
+
     def _take_noise(self, value: float | Tensor) -> Tensor:
-        """One level of noise, (); what the outputs' noise is relative to each other is the likelihood's."""
+        """Return one level of noise, (); what the outputs' noise is relative to each other is the likelihood's."""
         likelihood, level = self.likelihood.with_noise(own(positive(value, "sigma_noise")))
-        if likelihood is not self.likelihood and self._fitted is not None:
+        if likelihood is not self.likelihood and self._fit is not None:
             raise OptionError(
                 "the noise of the outputs relative to each other is part of the curvature; after fit, sigma_noise can "
                 "be scaled as a whole: give one number. For another relation make a new Laplace(..., sigma_noise=...)."
             )
-        self.likelihood = likelihood
+        if likelihood is not self.likelihood:
+            self.runner.spec = replace(self.runner.spec, likelihood=likelihood)
         return level
-
-
-def _checked_temperature(value: float) -> float:
-    temperature = positive(value, "temperature")
-    if temperature.numel() != 1:
-        raise OptionError(f"temperature has {temperature.numel()} values; it is one number.")
-    return float(temperature)

@@ -1,4 +1,4 @@
-"""Rules for layers of your own: how a layer's gradients follow from its input and from the gradients at its output."""
+"""Register rules for your own layers: how gradients follow from a layer's input and the gradients at its output."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ __all__ = ["outer", "register_rule"]
 
 
 def register_rule(layer: type[nn.Module]) -> Callable[[RuleFunction], RuleFunction]:
-    """A decorator: `rule(layer, x, g)` explains modules of exactly this type from now on.
+    """Return a decorator that makes `rule(layer, x, g)` explain modules of exactly this type from now on.
 
-    x is the input, (N, ...), and g the gradients of K functions of the output at the output, (K, N, ...). It returns,
-    for each parameter by name, its gradients per function and example, (K, N, *shape), or `outer(a, g)`. On the first
-    batch these are compared with autograd's.
+    x is the input, (N, ...), and g holds the gradients of K functions of the output at the output, (K, N, ...). The
+    rule returns a mapping from each parameter's name to its gradients per function and example, (K, N, *shape), or to
+    `outer(a, g)`. On the first batch these are compared with autograd's.
 
     Args:
         layer: the class of a layer.
 
     Returns:
-        The decorator, which returns the rule as it is.
+        The decorator, which returns the rule unchanged.
 
     Raises:
-        OptionError: what is no class of a layer, or no function.
-        ModelError: in `fit`, a rule whose gradients are not autograd's.
+        OptionError: `layer` is not the class of a layer, or the rule is not callable.
+        ModelError: in `fit`, the rule's gradients differ from autograd's.
     """
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise OptionError(f"register_rule({shown(layer)}): give the class of a layer, as in @register_rule(MyLayer).")
 
     def register(function: RuleFunction) -> RuleFunction:
         if not callable(function):
-            raise OptionError(f"{shown(function)} is no rule: give a function of (layer, x, g).")
+            raise OptionError(f"{shown(function)} is not a rule: give a function of (layer, x, g).")
         RULES[layer] = Registered(layer, function)
         return function
 
@@ -47,13 +47,15 @@ def outer(
     a: Tensor,  # (N, I) or (N, ..., I)
     g: Tensor,  # (K, N, O) or (K, N, ..., O)
 ) -> Given:
-    """The gradients sum of g a^T of a weight (O, I), over all positions between: they have a Kronecker form.
+    """Describe a weight's gradient as the sum of g a^T over all positions, which gives it a Kronecker form.
+
+    The weight has shape (O, I).
 
     Args:
-        a: what the weight is multiplied with, the examples first, the features last.
-        g: the gradients at the product, with one more dimension in front.
+        a: the input that the weight multiplies; examples first, features last.
+        g: the gradients at the product, with the K functions as one more dimension in front.
 
     Returns:
-        What a rule returns for that weight.
+        A value that a rule may return for that weight.
     """
     return Given(a, g)

@@ -8,9 +8,10 @@ time on being called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,21 +19,31 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from laplace.backprop.network import Network, NetworkMoments
-from laplace.batches import device_of, split
 from laplace.budget import in_bytes
-from laplace.checks import choice, whole_number
-from laplace.counting import counted
-from laplace.curvature import CURVATURES
+from laplace.checks import LARGEST, choice, whole_number
+from laplace.curvature import Estimator
 from laplace.errors import InputError, LaplaceError
-from laplace.functional import FUNCTIONAL
-from laplace.functional.structure import DEFAULT_POINTS
+from laplace.inference.targets import counted
 from laplace.laplace import Laplace
-from laplace.precision import plain
+from laplace.likelihoods import Likelihood
+from laplace.linalg.autocast import plain
+from laplace.network.batches import device_of, split
+from laplace.spec import PlanOptions, refuse_unknown_keywords
 from laplace.structures import STRUCTURES, Structure
+from laplace.structures.functional import FUNCTIONAL
+from laplace.structures.functional.structure import DEFAULT_POINTS
+from laplace.weights import Subset
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _EXAMPLES = 2
 _VECTORS = 64  # sent back to see what one costs
 _APPROXIMATIONS = {made.name: approximation for approximation, made in FUNCTIONAL.items()}
+_ASSUMED = 10_000  # examples, where neither a loader nor the user says how many
+_CLOSEST = ("full", "block", "ekfac", "kron", "diag")  # to the whole curvature, in the order of docs/choosing
+_AFFORDABLE = 100.0  # epochs that a recommended fit may cost: as much as a usual training
+_QUICK = 1e11  # multiplications, a few seconds, that it may take however short an epoch is
 _KINDS = STRUCTURES | {made.name: made for made in FUNCTIONAL.values()}
 
 
@@ -63,15 +74,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Preview:
-    """All structures on a network; `print` it for the table, `preview["kron"]` is one of them.
+    """All structures on a network; prints as a table, and `preview["kron"]` is one of them.
 
     Attributes:
-        title: the network in a line.
+        title: the network and the data in two lines.
         options: an `Option` for each structure.
+        n_data: examples that the costs are for.
+        recommended: the name of the structure to start with; None where none fits.
+        why: the reason, in a sentence.
     """
 
     title: str
     options: tuple[Option, ...]
+    n_data: int
+    recommended: str | None
+    why: str
 
     def __iter__(self) -> Iterator[Option]:
         return iter(self.options)
@@ -81,30 +98,31 @@ class Preview:
         return options[choice(structure, options, "structure")]
 
     def __repr__(self) -> str:
-        fitting = [option.structure for option in self.options if option.fits]
-        return f"<{len(self.options)} structures, {len(fitting)} fit: {', '.join(fitting)}>"
-
-    def __str__(self) -> str:
         rows = [
             ("hessian_structure", "peak memory", "fit, epochs", "fits"),
             *(option.cells() for option in self.options),
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
-        return "\n".join([self.title, "", lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        table = [lines[0], "-" * min(80, max(map(len, lines))), *lines[1:]]
+        return "\n".join([self.title, "", *table, "", *wrap(f"Recommended: {self.why}", 80)])
 
 
+@refuse_unknown_keywords
 def plan(
     model: nn.Module,
     batch: Any,
-    likelihood: Any,
-    subset_of_weights: Any = "all",
+    likelihood: Likelihood | str,
+    subset_of_weights: Subset | str | Sequence[str] | Callable[[str, nn.Parameter], bool] = "last_layer",
     *,
-    curvature: str = "ggn",
-    n_data: int = 10_000,
-    **options: Any,
+    curvature: Estimator | str | None = None,
+    n_data: int | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Preview:
-    """Print each structure with its peak memory, its estimated cost for `n_data` examples, and whether it fits.
+    """Return each structure with its peak memory, its estimated cost, and whether it fits; recommend one of them.
+
+    Recommended is the structure closest to the whole curvature ('full', 'block', 'ekfac', 'kron', 'diag') that fits
+    into memory and costs at most 100 epochs of training, or a few seconds; where each costs more, the cheapest.
 
     Args:
         model: the network; two examples are run through it.
@@ -112,21 +130,23 @@ def plan(
         likelihood: as of `Laplace`.
         subset_of_weights: as of `Laplace`.
         curvature: as of `Laplace`.
-        n_data: examples that a fit would see.
+        n_data: examples that a fit would see; if left out, as many as a loader has, and 10,000 for a single batch.
         **options: further ones of `Laplace`, those of structures included.
 
     Returns:
-        The table.
+        A `Preview`, which prints as a table.
 
     Raises:
         OptionError: an option that does not exist, or a value outside its range.
         InputError: a batch that does not fit.
         ModelError: a network that cannot be treated as asked.
     """
-    number = whole_number(n_data, "n_data")
-    own = {key: options.pop(key) for key in list(options) if any(key in made.options for made in _KINDS.values())}
-    options |= {"curvature": curvature}
-    la = Laplace(model, likelihood, subset_of_weights, "diag", **options)
+    others: dict[str, Any] = {**options, "curvature": curvature}
+    choice(others.pop("functional_approximation", "sod"), FUNCTIONAL, "functional_approximation")  # both are rows
+    own = {key: others.pop(key) for key in list(others) if any(key in made.options for made in _KINDS.values())}
+    la = Laplace(model, likelihood, subset_of_weights, "diag", **others)
+    size = _size(batch, la) if n_data is None else whole_number(n_data, "n_data", 1, LARGEST)
+    number = _ASSUMED if size is None else size
 
     def structure(name: str) -> Structure:
         """One that is made with those of its own options that were given."""
@@ -135,39 +155,82 @@ def plan(
         if made.functional:
             given = {"n_subset": min(DEFAULT_POINTS, number), "functional_approximation": _APPROXIMATIONS[name]} | given
         kind = "gp" if made.functional else name
-        return Laplace(model, likelihood, subset_of_weights, kind, **options, **given).structure
+        return Laplace(model, likelihood, subset_of_weights, kind, **others, **given).structure
 
     with plain():
-        preview = _previewed(la, _first(batch), number, structure)
-    print(preview)
-    return preview
+        return _previewed(la, _first(batch), number, size is None, structure)
+
+
+def _several(batch: Any) -> bool:
+    """Whether it is a list of batches."""
+    return isinstance(batch, list) and len(batch) > 0 and isinstance(batch[0], (tuple, list, Mapping))
+
+
+def _size(batch: Any, la: Laplace) -> int | None:
+    """Return how many examples a loader or a list of batches has; None where only reading it all would tell."""
+    if _several(batch):
+        keys = la.runner.spec.keys
+        return sum(len(split(part, keys, i, la.model).y) for i, part in enumerate(batch))
+    if not isinstance(batch, DataLoader):
+        return None
+    for sized in (batch.sampler, batch.dataset):  # a sampler may draw a part of the data
+        try:
+            return len(sized) or None  # type: ignore[arg-type]
+        except TypeError:
+            continue
+    return None
 
 
 def _first(batch: Any) -> Any:
-    """The batch, or the first one of a loader or of a list of batches."""
-    several = isinstance(batch, list) and len(batch) > 0 and isinstance(batch[0], (tuple, list, Mapping))
-    if not several and not isinstance(batch, DataLoader):
+    """Return the batch, or the first one of a loader or of a list of batches."""
+    if not _several(batch) and not isinstance(batch, DataLoader):
         return batch
     for first in batch:
         return first
     raise InputError("the loader gave no batch.")
 
 
-def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Structure]) -> Preview:
-    few = split(batch, la._keys, 0, la.model).labels(0, _EXAMPLES)
-    inputs = few.inputs.to(device_of(la.model)).part(0, _EXAMPLES)
-    weights = la._find_weights(inputs, keep=False)
-    engine = la._engine(weights)
+def _recommended(options: Sequence[Option], limit: float) -> tuple[str | None, str]:
+    """Return the structure to start with, which may cost `limit` epochs, and why."""
+    fitting = {option.structure: option for option in options if option.fits}
+    candidates = [fitting[name] for name in _CLOSEST if name in fitting]
+    if not candidates:
+        tried = ", ".join(_CLOSEST)
+        return None, f"nothing; none of {tried} fits. Take fewer weights, or a larger memory_budget."
+    found = next((option for option in candidates if option.epochs <= limit), None)
+    if found is None:
+        name = min(candidates, key=lambda option: option.epochs).structure
+        return name, (
+            f"{name}, the cheapest: every structure costs more than {limit:.3g} epochs. With curvature='sketch' one "
+            "vector per example is sent back."
+        )
+    name, cost = found.structure, f"about {found.epochs:.2g} epochs and {in_bytes(found.bytes)}"
+    if name == "full":
+        return name, f"full, which leaves nothing out, for {cost}."
+    closer = _CLOSEST[: _CLOSEST.index(name)]
+    missing = ", ".join(other for other in closer if other not in fitting)
+    dear = ", ".join(other for other in closer if other in fitting)
+    reasons = [f"{missing} cannot be had"] if missing else []
+    reasons += [f"{dear} would cost more than {limit:.3g} epochs"] if dear else []
+    return name, f"{name}, the closest to the whole curvature for {cost} ({'; '.join(reasons)})."
+
+
+def _previewed(la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callable[[str], Structure]) -> Preview:
+    runner = la.runner
+    few = split(batch, runner.spec.keys, 0, la.model).labels(0, _EXAMPLES)
+    inputs = runner.told_apart(few.inputs.to(device_of(la.model))).part(0, _EXAMPLES)
+    weights = runner.find_weights(inputs)
+    engine = runner.engine(weights)
+    estimator = runner.chosen_curvature(engine, inputs)
     engine.forward(inputs)  # makes the plan
     counter = FlopCounterMode(display=False)
     with counter:
         forward = engine.forward(inputs)
     forward, targets = counted(forward, few, la.likelihood)
     f, y = forward.outputs, targets.y
-    kind = "ggn" if la.curvature == "hessian" else la.curvature
     n, once = forward.positions.n, counter.get_total_flops()
     with torch.no_grad():
-        output = CURVATURES[kind](la.likelihood, f, y, la.curvature_samples, torch.Generator().manual_seed(0))
+        output = estimator(la.likelihood, f, y, torch.Generator().manual_seed(0))
         vectors = forward.vectors(output)
         some = vectors[:_VECTORS]
         with counter:
@@ -189,13 +252,16 @@ def _previewed(la: Laplace, batch: Any, n_data: int, made: Callable[[str], Struc
             continue
         needed = structure.memory(moments, layout, f.element_size())
         each, decomposed = structure.work(moments, layout, len(vectors) if isinstance(engine, Network) else 1)
-        if la.curvature == "hessian":
+        if estimator.exact_hessian:
             each = 4.0 * layout.n_params * once / n  # a Hessian-vector product each
         runs, back = structure.runs(layout, n_data)
         total = (runs * once + back * sent) / n + 2 * each + 2 * decomposed / n_data
-        found.append(Option(name, needed, total / max(1.0, epoch), la._budget.has(needed, f.device)))
+        found.append(Option(name, needed, total / max(1.0, epoch), runner.spec.budget.has(needed, f.device)))
     title = (
         f"{type(la.model).__name__}: {layout.n_params:,} uncertain weights in {len(layout.names)} tensors, "
-        f"{f.shape[1]} outputs; curvature {la.curvature!r}, {len(vectors)} vectors per example; {n_data:,} examples"
+        f"{f.shape[1]} outputs;\ncurvature {estimator.name!r}, {len(vectors)} vectors per example; {n_data:,} examples"
+        + (" (assumed; see n_data=)" if assumed else "")
     )
-    return Preview(title, tuple(found))
+    return Preview(
+        title, tuple(found), n_data, *_recommended(found, max(_AFFORDABLE, _QUICK / max(1.0, epoch * n_data)))
+    )

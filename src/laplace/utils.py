@@ -1,6 +1,6 @@
-"""Where laplace-torch's users import selectors of subnetworks from; they live in `laplace.weights.masks`."""
+"""Where laplace-torch's users import selectors of subnetworks from; they live in `laplace.compat.masks`."""
 
-from laplace.weights.masks import (
+from laplace.compat.masks import (
     LargestMagnitudeSubnetMask,
     LargestVarianceDiagLaplaceSubnetMask,
     LargestVarianceSWAGSubnetMask,

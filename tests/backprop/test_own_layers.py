@@ -84,7 +84,7 @@ WRONG = {
     "a factor": (lambda m, x, g: right(m, x, g) | {"scale": 2 * (g * (x @ m.weight.T)).sum(2)},
                  r"registered for Scaled gives another gradient of 'mine.scale' \(layer 'mine'\).*difference is \d"),
     "a sign": (lambda m, x, g: right(m, x, g) | {"weight": outer(x, -g * m.scale)}, r"gradient of 'mine.weight'"),
-    "nothing": (lambda m, x, g: {"weight": outer(x, g)}, r"says nothing of 'scale'; it returned \['weight'\]"),
+    "nothing": (lambda m, x, g: {"weight": outer(x, g)}, r"returns nothing for 'scale'; it returned \['weight'\]"),
     "a shape": (lambda m, x, g: right(m, x, g) | {"scale": g}, r"shape \(1, 5, 3, 5\) for 'scale' of shape \(5,\)"),
     "sides": (lambda m, x, g: right(m, x, g) | {"weight": outer(g[0], g)}, r"gives outer\(.*'weight' of shape"),
     "a mistake": (lambda m, x, g: {"weight": x @ g.T, "scale": None}, r"registered for Scaled fails on a call"),
@@ -102,7 +102,7 @@ def test_what_is_wrong_with_a_rule_is_said(model, rule, message):
 def test_only_classes_of_layers_and_functions_are_registered(model):
     with pytest.raises(OptionError, match="give the class of a layer"):
         laplace.register_rule(model.mine)
-    with pytest.raises(OptionError, match="is no rule: give a function"):
+    with pytest.raises(OptionError, match="is not a rule: give a function"):
         laplace.register_rule(Scaled)("rule")
     assert Scaled not in RULES
 

@@ -140,7 +140,9 @@ def test_as_many_vectors_go_back_at_once_as_fit(dtype, fit, monkeypatch):
     x, y = inputs(50, 4).to(dtype), torch.arange(50) % 40
     send, sent = NetworkForward._send, []
     monkeypatch.setattr(
-        NetworkForward, "_send", lambda self, v, batched: sent.append((len(v), batched)) or send(self, v, batched)
+        NetworkForward,
+        "_send",
+        lambda self, v, batched, *of: sent.append((len(v), batched)) or send(self, v, batched, *of),
     )
     monkeypatch.setattr(NetworkForward, "_batched", lambda self, k: k > 1)  # as if the clock had said so
     room = 30 * 3 * 4 * 50 * 140  # bytes of the gradients at both outputs, and their copies

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from laplace.backprop.activations import Stored
 from laplace.backprop.entries import Entries, at
 from laplace.backprop.outer import Outer
-from laplace.backprop.uses import Dense, Sum
-from laplace.functional.points import Points
+from laplace.backprop.uses import DenseUse, SumUse
+from laplace.structures.functional.points import Points
 
 K, N, ROWS, COLUMNS = 3, 20, 5, 7
 
@@ -55,8 +55,8 @@ def test_entries_count_the_product_that_they_are_taken_from():
 
 
 def test_what_is_made_of_a_use_keeps_its_chunk():
-    dense, entries = Dense(torch.randn(K, N, 2)), at(outer(4), torch.tensor([0, 5]))
-    both = Sum([dense, entries])
+    dense, entries = DenseUse(torch.randn(K, N, 2)), at(outer(4), torch.tensor([0, 5]))
+    both = SumUse([dense, entries])
     for use in (dense, outer(), entries, both):
         use.within(123)
         for made in (use.double(), use.settled(slice(0, 2))):
@@ -68,7 +68,7 @@ def test_what_is_made_of_a_use_keeps_its_chunk():
 def test_what_is_kept_counts_the_inputs_of_layers():
     wide = Outer(Stored(torch.zeros(N, 1, 1000, 1)), torch.zeros(1, N, 1, 2, 1))
     assert wide.nbytes == 4 * N * (1000 + 2)
-    assert Sum([wide, wide]).nbytes == 2 * wide.nbytes
+    assert SumUse([wide, wide]).nbytes == 2 * wide.nbytes
     assert at(wide, torch.tensor([0])).nbytes == wide.nbytes
     limit = 2 * 4 * N * 2  # room for g twice
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, safe_open, save_file
 
 from laplace import Laplace
-from laplace.checkpoints import digests
 from laplace.errors import CheckpointError, LaplaceError
+from laplace.network import digests
 from networks import cut, make
 
 
@@ -84,12 +84,12 @@ def test_each_kind_of_damage_has_its_words(saved, tmp_path):
     refused(data[:200], "is cut off")
     refused(data[:-1], "is damaged")
     refused(data[:-1] + bytes([data[-1] ^ 1]), "checksum is not that of its contents")
-    refused((10**12).to_bytes(8, "little") + data[8:], "claims a header of 1,000,000,000,000 bytes; allowed are")
+    refused((10**12).to_bytes(8, "little") + data[8:], "claims a header of 1,000,000,000,000 bytes; at most")
     torch.save({"a": torch.ones(3)}, other)
-    refused(None, r"no file of safetensors.*load_state_dict")
+    refused(None, r"not a safetensors file.*load_state_dict")
     save_file({"weight": torch.ones(3)}, other)
-    refused(None, "but none that la.save or fit wrote")
-    refused(b"just some words, not a posterior", "no file of safetensors")
+    refused(None, "but not one that la.save or fit wrote")
+    refused(b"just some words, not a posterior", "not a safetensors file")
     other.unlink()
     other.mkdir()
     refused(None, "cannot be read: Is a directory")

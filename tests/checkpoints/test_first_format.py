@@ -5,7 +5,9 @@ They were written by this module: `python tests/checkpoints/test_first_format.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +51,26 @@ def scattered() -> Laplace:
     return Laplace(network(), "classification", hessian_structure="full", **options).fit(data())
 
 
-WRITTEN = {"kron": kron, "tasks": tasks, "scattered": scattered}
+def whole(structure: str, **options: Any) -> Callable[[], Laplace]:
+    """A regression over all weights."""
+
+    def fitted() -> Laplace:
+        la = Laplace(network(), "regression", "all", structure, sigma_noise=0.5, prior_precision=2.0, **options)
+        return la.fit([(x, exact(10, 2, step=9)) for x, _ in data()])
+
+    return fitted
+
+
+WRITTEN = {
+    "kron": kron,
+    "tasks": tasks,
+    "scattered": scattered,
+    **{f"all-{name}": whole(name) for name in ("full", "block", "kron", "ekfac", "diag")},
+    "all-inf": whole("inf", rank=5),
+    "all-lowrank": whole("lowrank", rank=4),
+    "all-gp": whole("gp", n_subset=6),
+    "all-nystrom": whole("gp", functional_approximation="nystrom", rank=5),
+}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -63,4 +84,4 @@ def test_a_file_of_the_first_format_is_read(name):
 
 if __name__ == "__main__":
     for name, make in WRITTEN.items():
-        make().save(FILES / f"format-1-{name}.safetensors")
+        make().save(FILES / f"format-1-{name}.safetensors", with_data=name == "all-gp")

@@ -18,7 +18,7 @@ from laplace import Laplace
 from laplace.checkpoints import container
 from laplace.checkpoints.state import state_dict
 from laplace.errors import CheckpointError, OptionError, UnsupportedError
-from laplace.fitting import Accumulator
+from laplace.inference.accumulate import Accumulator
 from laplace.structures import STRUCTURES
 from networks import cut, make
 
@@ -120,8 +120,8 @@ def test_what_was_counted_is_not_run_again(tmp_path):
         Laplace(model, "classification").fit(Loader(cut(x, y, 3), 7), checkpoint=tmp_path / "fit", every=3)
     sizes.clear()
     la = Laplace(model, "classification").fit(cut(x, y, 3), checkpoint=tmp_path / "fit", every=3)
-    assert sizes[:3] == [1, 3, 2]  # the last layer is looked for, and whether the outputs are steady
-    assert sizes[3:] == [3, 3, 2]  # the first batch is looked at, two are left of eight
+    assert sizes[:4] == [1, 1, 3, 2]  # watched, the last layer is looked for, and whether the outputs are steady
+    assert sizes[4:] == [3, 3, 2]  # the first batch is looked at, two are left of eight
     assert la.n_data == 23
 
 

@@ -17,7 +17,7 @@ import oracle
 from laplace import Categorical, Laplace
 from laplace.checkpoints.state import state_without_inputs
 from laplace.errors import CheckpointError, NotFittedError, OptionError, UnsupportedError
-from laplace.nested import tensors_in
+from laplace.network.pytree import tensors_in
 from laplace.structures import STRUCTURES
 from networks import cut, make
 
@@ -168,7 +168,7 @@ def test_renamed_modules_are_found(kind, subset, tmp_path):
         Laplace.load(tmp_path / "la", wrapper, data=data, names={"": "net"}).log_marginal_likelihood(),
         la.log_marginal_likelihood(),
     )
-    with pytest.raises(OptionError, match="names= has 'nothing', and the file no such parameter"):
+    with pytest.raises(OptionError, match="names= has 'nothing'; the file has no such parameter"):
         Laplace.load(tmp_path / "la", Renamed(model), names={"nothing": "body"})
     with pytest.raises(OptionError, match="the same name"):
         Laplace.load(tmp_path / "la", Renamed(model), names={"0": "2"})
@@ -336,16 +336,17 @@ def test_a_file_takes_the_place_of_another_only_when_it_is_whole(tmp_path, monke
     assert [*tmp_path.iterdir()] == [tmp_path / "la"]
 
 
-def test_a_likelihood_with_options_is_passed_again_and_a_plain_one_is_found(tmp_path):
+def test_a_likelihood_with_options_is_found_and_one_with_others_is_refused(tmp_path):
     model, x, y = make("mlp", "classification")
     for likelihood, again in (
         (Categorical(), None),
+        (Categorical(label_smoothing=0.1), None),
         (Categorical(label_smoothing=0.1), Categorical(label_smoothing=0.1)),
     ):
         la = Laplace(model, likelihood).fit(cut(x, y, 6))
         la.save(tmp_path / "la")
         assert torch.equal(Laplace.load(tmp_path / "la", model, likelihood=again)(x), la(x))
-    for other in (None, "classification", Categorical(label_smoothing=0.2)):
+    for other in ("classification", Categorical(label_smoothing=0.2)):
         with pytest.raises(CheckpointError, match="smoothing"):
             Laplace.load(tmp_path / "la", model, likelihood=other)
 
@@ -365,6 +366,6 @@ def test_every_tensor_of_a_file_goes_to_the_networks_device(tmp_path, monkeypatc
     Laplace(model, "regression", "all", "gp").fit(cut(x, y, 6)).save(tmp_path / "la", with_data=True)
     monkeypatch.setattr("laplace.checkpoints.posteriors.device_of", lambda model: torch.device("meta"))
     found = []
-    monkeypatch.setattr("laplace.checkpoints.posteriors.load_state_dict", lambda la, state: found.append(state))
+    monkeypatch.setattr(Laplace, "load_state_dict", lambda la, state: found.append(state))
     Laplace.load(tmp_path / "la", model)
     assert {tensor.device.type for tensor in tensors_in(found[0])} == {"meta"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from laplace import Laplace
-from laplace.curvature import CURVATURES
 from laplace.likelihoods import Categorical, Gaussian
+from laplace.spec import estimator_named
 from networks import cut, make
 
 
@@ -19,8 +19,10 @@ def test_estimates_are_unbiased(kind, likelihood):
     exact = likelihood.fisher(f).dense()
     generator = torch.Generator().manual_seed(5)
     draws = 40_000
-    estimate = CURVATURES[kind](likelihood, f, torch.zeros(3, dtype=torch.long), draws, generator).dense()
-    single = CURVATURES[kind](likelihood, f, torch.zeros(3, dtype=torch.long), 1, generator)
+    estimate = estimator_named(kind, draws, None, None)(
+        likelihood, f, torch.zeros(3, dtype=torch.long), generator
+    ).dense()
+    single = estimator_named(kind, 1, None, None)(likelihood, f, torch.zeros(3, dtype=torch.long), generator)
     assert single.vectors.shape == (1, 3, 4)
     assert float((estimate - exact).abs().max()) < 6 / draws**0.5
 
@@ -32,7 +34,7 @@ def test_sketch_has_less_variance_than_monte_carlo_on_a_confident_network():
     for kind in ("mc", "sketch"):
         generator = torch.Generator().manual_seed(0)
         estimates = [
-            CURVATURES[kind](Categorical(), f, torch.zeros(1, dtype=torch.long), 1, generator).dense()
+            estimator_named(kind, 1, None, None)(Categorical(), f, torch.zeros(1, dtype=torch.long), generator).dense()
             for _ in range(3000)
         ]
         errors[kind] = float(sum((e - exact).square().sum() for e in estimates))

@@ -12,7 +12,8 @@ from torch import Tensor
 import oracle
 from exact import assert_close
 from laplace import Laplace
-from laplace.batches import Inputs
+from laplace.backprop.asked import EACH_OUTPUT
+from laplace.network.batches import Inputs
 from networks import LogitsOnly, cut, head_names, make
 from zoo import ZOO, build
 
@@ -87,7 +88,7 @@ def test_traces_are_those_of_the_weights(groups):
 def test_evidence_and_variances_are_differentiable(task):
     _, gp = pair(task, "all", "ggn")
     x = new_inputs(2)
-    (run,) = gp._runs(Inputs(x), whole=True)
+    (run,) = gp.runner.runs(gp.posterior.fit, Inputs(x), whole=True)
 
     def both(precision, scale):
         gaussian = gp.posterior.fit.curvature.gaussian(
@@ -138,7 +139,7 @@ def test_a_subset_gives_the_dense_gaussian_process_on_it(task, subset, independe
 
 
 def run_of(la, x):
-    (run,) = la._runs(Inputs(x), whole=True)
+    (run,) = la.runner.runs(la.posterior.fit, Inputs(x), whole=True)
     return run.jacobian()
 
 
@@ -234,7 +235,7 @@ def test_float32_networks_lose_nothing_to_cancellation():
     gp = Laplace(model, "regression", "all", "gp", **options).fit(cut(x, y, 20))
     variance = gp(x, diagonal_output=True)[1]
     assert variance.dtype == torch.float32
-    assert float(gp.posterior.gaussian.solver.prior(run_of(gp, x), "variance").min()) > 1e5 * float(variance.max())
+    assert float(gp.posterior.gaussian.solver.prior(run_of(gp, x), EACH_OUTPUT).min()) > 1e5 * float(variance.max())
     x, y = x.double(), y.double()
     full = Laplace(model.double(), "regression", "all", "full", **options).fit(cut(x, y, 20))
     torch.testing.assert_close(variance.double(), full(x, diagonal_output=True)[1], rtol=1e-3, atol=0)

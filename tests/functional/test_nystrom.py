@@ -11,8 +11,8 @@ from torch import Tensor
 import oracle
 from exact import assert_close
 from laplace import Laplace
-from laplace.batches import Inputs
 from laplace.errors import InputError, LaplaceWarning
+from laplace.network.batches import Inputs
 from networks import cut, head_names, make
 from zoo import build
 
@@ -65,7 +65,7 @@ def test_some_directions_are_those_of_the_oracle(task, subset):
     for prior in (torch.tensor(1.7), torch.linspace(0.4, 2.0, la.n_layers, dtype=torch.float64)):
         la.prior_precision = prior
         expected = oracle.nystrom(jac, dense.h, at, dense.expand(prior), 1 / 0.6, 6)
-        (run,) = la._runs(Inputs(new), whole=True)
+        (run,) = la.runner.runs(la.posterior.fit, Inputs(new), whole=True)
         assert_close(la.posterior.gaussian.joint(run.jacobian()), expected.covariance)
         assert_close(la.log_det_ratio, expected.log_det_ratio)
         each = torch.stack([expected.covariance[i, :, i] for i in range(4)])
@@ -83,7 +83,7 @@ def test_every_kind_of_layer_has_its_directions(network):
     h = torch.einsum("ncp,ncq->pq", jac, jac)
     expected = oracle.nystrom(jac, h, jac[:2], torch.ones(len(h), dtype=torch.float64), 1.0, 4)
     assert_close(la.log_det_ratio, expected.log_det_ratio)
-    (run,) = la._runs(Inputs(x[:2]), whole=True)
+    (run,) = la.runner.runs(la.posterior.fit, Inputs(x[:2]), whole=True)
     assert_close(la.posterior.gaussian.joint(run.jacobian()), expected.covariance)
 
 

@@ -12,11 +12,11 @@ from exact import assert_close
 from laplace import Laplace
 from laplace.backprop.activations import Stored
 from laplace.backprop.outer import Outer
-from laplace.batches import Inputs
 from laplace.curvature import OutputCurvature
 from laplace.errors import InputError, MemoryBudgetError, OptionError, UnsupportedError
-from laplace.functional import GP, Nystrom
-from laplace.functional.subset import Subset
+from laplace.network.batches import Inputs
+from laplace.structures.functional import GP, Nystrom
+from laplace.structures.functional.subset import Subset
 from laplace.weights import Layout
 from networks import cut, make
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 import oracle
-from laplace.batches import Batch, Inputs
-from laplace.draws import Draws
 from laplace.errors import LaplaceWarning
 from laplace.likelihoods import (
     LIKELIHOODS,
@@ -28,6 +26,8 @@ from laplace.likelihoods import (
     Targets,
     from_log_prob,
 )
+from laplace.linalg.sampling import Draws
+from laplace.network.batches import Batch, Inputs
 from laplace.predictive import OutputGaussian
 
 F64 = torch.float64
@@ -161,12 +161,12 @@ def test_predictive_moments_are_the_integrals(case):
     likelihood, outputs, one = case.likelihood, gaussian(case), torch.ones((), dtype=F64)
     link = likelihood.link_named(None)
     if likelihood.links:
-        p = likelihood.links[link].apply(outputs.mean, outputs.variance)
+        p = likelihood.links[link].apply(outputs, Draws(1, None))
         for row, f, covariance in zip(p, outputs.mean, outputs.covariance, strict=True):
             exact = integral(likelihood.inverse_link, f, covariance)
             assert float((row - exact).abs().max()) < (1e-8 * float(exact.max()) if link == "exact" else 0.06)
         if "quadrature" in likelihood.links:
-            q = likelihood.links["quadrature"].apply(outputs.mean, outputs.variance)
+            q = likelihood.links["quadrature"].apply(outputs, Draws(1, None))
             exact = torch.stack(
                 [integral(likelihood.inverse_link, f, c) for f, c in zip(outputs.mean, outputs.covariance, strict=True)]
             )
@@ -198,7 +198,7 @@ def test_predictive_moments_are_the_integrals(case):
 def test_log_predictive_is_the_log_of_a_probability(case):
     """Over all labels the predictive adds up to 1."""
     likelihood, outputs, one = case.likelihood, gaussian(case), torch.ones((), dtype=F64)
-    p = likelihood.links[likelihood.link_named(None)].apply(outputs.mean, outputs.variance)
+    p = likelihood.links[likelihood.link_named(None)].apply(outputs, Draws(1, None))
     y, _ = oracle.all_labels(case.task, outputs.mean[0])
     rows = OutputGaussian(outputs.mean[[0]].expand(len(y), -1), outputs.variance[[0]].expand(len(y), -1))
     found = likelihood.log_predictive(rows, p[[0]].expand(len(y), -1), y, one).exp()

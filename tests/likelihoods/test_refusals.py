@@ -36,7 +36,7 @@ def test_outputs_that_do_not_fit(likelihood, outputs, y, message):
 
 
 LABELS = [
-    ("binary", 1, torch.tensor([0, 1, 2, 0]), r"lie in \[0, 2\]; needed are 0 and 1.*'classification'"),
+    ("binary", 1, torch.tensor([0, 1, 2, 0]), r"lie in \[0, 2\]; 0 and 1 are needed.*'classification'"),
     ("binary", 1, torch.zeros(4, 2), r"labels have shape \(4, 2\), the outputs \(4, 1\)"),
     ("multilabel", 2, LONG, r"labels have shape \(4,\), the outputs \(4, 2\)"),
     ("multilabel", 2, torch.full((4, 2), torch.nan), r"NaN"),
@@ -44,7 +44,7 @@ LABELS = [
     ("poisson", 1, torch.tensor([0, -1, 2, 3]), r"lie in \[-1, 3\]"),
     ("heteroscedastic", 2, torch.randn(4, 2), r"labels \(4, 1\) are needed"),
     (Ordinal(3), 1, torch.tensor([0, 1, 3, 0]), r"lie in \[0, 3\]; 2 cut points need labels in \[0, 2\]"),
-    (Ordinal(3), 1, torch.randn(4), r"dtype torch.float32; integers needed"),
+    (Ordinal(3), 1, torch.randn(4), r"dtype torch.float32; integers are needed"),
     ("classification", 2, torch.tensor([0, -100, 1, 0]), r"ignore_index"),
     ("given_noise", 1, torch.randn(4, 1), r"needs the noise of every example"),
     (from_log_prob(lambda f, y: (f - y).sum()), 1, torch.randn(4, 1), r"returned \(\) for outputs \(4, 1\)"),
@@ -63,7 +63,7 @@ def test_noise_that_does_not_fit():
     for noise, message in ((torch.ones(3), r"\(4,\) or \(4, 1\)"), (torch.tensor([1.0, 0, 1, 1]), "not positive")):
         with pytest.raises(InputError, match=message):
             fitted("given_noise", 1, y, noise)
-    with pytest.raises(OptionError, match="one factor"):
+    with pytest.raises(OptionError, match="must be one number here"):
         fitted("given_noise", 2, y, sigma_noise=torch.tensor([1.0, 2.0]))
 
 

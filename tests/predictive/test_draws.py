@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 import oracle
 from laplace import Laplace
-from laplace.draws import Draws
+from laplace.linalg.sampling import Draws
 from laplace.predictive.outputs import OutputGaussian
 from networks import cut, make
 from zoo import build

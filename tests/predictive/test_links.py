@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oracle
-from laplace.draws import Draws
+from laplace.linalg.sampling import Draws
 from laplace.predictive.links import (
     MonteCarlo,
     bridge,

@@ -212,7 +212,7 @@ def test_a_round_trip_through_a_file_is_exact(tmp_path):
     assert torch.equal(again.log_marginal_likelihood(), la.log_marginal_likelihood())
     assert torch.equal(again(x), la(x))
     assert repr(again.spectrum) == repr(la.spectrum)
-    with pytest.raises(InputError, match="structure='lowrank, rank=5', this object 'lowrank, rank=6'"):
+    with pytest.raises(InputError, match="structure='lowrank, rank=5', this object has 'lowrank, rank=6'"):
         Laplace(model, "classification", "all", "lowrank", rank=6).load_state_dict(state)
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of, symmetric_root
+from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Times
+from laplace.linalg.lowrank import DiagonalPlusLowRank, symmetric_root
 
 P, SIZES = 11, [4, 1, 6]
 
@@ -89,11 +90,11 @@ def test_the_part_of_the_low_rank_in_the_outputs(given):
     y = algebra.explained(((jac / algebra.d) @ algebra.u.u).T.unsqueeze(2))  # one output at seven points
     expected, v = jac @ covariance @ jac.T, torch.randn(7, 1, dtype=torch.float64)
     each = expected.diagonal().reshape(7, 1)
-    torch.testing.assert_close(left_of(prior.reshape(7, 1, 7, 1), y, "joint"), expected.reshape(7, 1, 7, 1))
+    torch.testing.assert_close(ALL_EXAMPLES.left(prior.reshape(7, 1, 7, 1), y), expected.reshape(7, 1, 7, 1))
     alone = prior.diagonal().reshape(7, 1)
-    torch.testing.assert_close(left_of(alone, y, "variance"), each)
-    torch.testing.assert_close(left_of(alone.unsqueeze(2), y, "covariance"), each.unsqueeze(2))
-    torch.testing.assert_close(left_of(alone * v, y, "product", v), each * v)
+    torch.testing.assert_close(EACH_OUTPUT.left(alone, y), each)
+    torch.testing.assert_close(EACH_EXAMPLE.left(alone.unsqueeze(2), y), each.unsqueeze(2))
+    torch.testing.assert_close(Times(v).left(alone * v, y), each * v)
 
 
 def test_float32_is_accurate_where_the_data_says_much():

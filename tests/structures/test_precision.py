@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import oracle
 from exact import labels
 from laplace import Laplace
-from laplace.batches import Inputs
+from laplace.network.batches import Inputs
 from networks import cut
 
 BOUNDS = {1e-6: 2e-2, 1e-2: 3e-5, 1.0: 3e-6, 1e4: 1e-6}  # prior precision: error; the first is that of H itself
@@ -65,7 +65,7 @@ def test_variances_in_float32_are_those_of_float64(structure, subset, kind):
     _, x, _ = problem()
     jac, h = curvature(structure, subset)
     la = fitted(structure, subset, torch.float32)
-    (run,) = la._runs(Inputs(x.float()), whole=True)
+    (run,) = la.runner.runs(la.posterior.fit, Inputs(x.float()), whole=True)
     sizes = la.posterior.fit.layout.sizes
     for prior, bound in BOUNDS.items():
         each = [prior * (1 + i * (kind == "layerwise")) for i in range(len(sizes))]

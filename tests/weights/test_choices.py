@@ -147,7 +147,7 @@ def test_the_backward_pass_stops_at_the_first_chosen_layer():
     for told in ({"subset_of_weights": ["high"]}, {"subset_of_weights": "subnetwork", "subnetwork_indices": index}):
         la = Laplace(model, "regression", hessian_structure="full", **told).fit([(x, y)])
         assert la(x)[1].isfinite().all()
-        replica = la._engine(la._weights).replica
+        replica = la.runner.engine(la.runner.weights).replica
         assert {k for k, p in replica.named_parameters() if p.requires_grad} == set(la.posterior.fit.layout.names)
     with pytest.raises(AssertionError, match="went below"):
         Laplace(model, "regression", "all", "full").fit([(x, y)])
@@ -204,7 +204,7 @@ def test_wrong_indices_say_what_is_right(indices, says):
 
 @pytest.mark.parametrize("indices", [[0, 3, 5], (0, 3, 5), torch.tensor([0, 3, 5], dtype=torch.int32)], ids=str)
 def test_indices_may_be_a_list_or_short_numbers(indices):
-    given = Laplace(Body(), "regression", "subnetwork", "diag", subnetwork_indices=indices)._subset.indices
+    given = Laplace(Body(), "regression", "subnetwork", "diag", subnetwork_indices=indices).subnetwork_indices
     assert torch.equal(given, torch.tensor([0, 3, 5]))
 
 

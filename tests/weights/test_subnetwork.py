@@ -70,7 +70,7 @@ def test_the_state_of_another_subset_is_refused():
     other = Laplace(la.model, "regression", "subnetwork", "full", subnetwork_indices=index[1:])
     with pytest.raises(InputError, match="another subnetwork"):
         other.load_state_dict(state)
-    with pytest.raises(InputError, match="subset_of_weights='subnetwork', this object 'all'"):
+    with pytest.raises(InputError, match="subset_of_weights='subnetwork', this object has 'all'"):
         Laplace(la.model, "regression", "all", "full").load_state_dict(state)
     key = next(k for k in state if k.startswith("index/"))
     with pytest.raises(InputError, match="indices outside the parameter"):
@@ -105,7 +105,7 @@ def test_coverage_and_summary_count_the_chosen_weights():
     assert (rows["block.weight"].shape, rows["block.weight"].weights) == ((4, 4, 3), 16)
     assert rows["block.weight"].rule == "conv"
     assert sum(row.weights for row in rows.values()) == la.n_params == len(la.subnetwork_indices)
-    assert "subnetwork: conv.weight, conv.bias, " in repr(la)
+    assert "subnetwork: 14 tensors, conv.weight to out.bias (70 weights)" in repr(la)
     assert "['*.bias']" in repr(Laplace(la.model, "regression", "*.bias"))
     assert la.to("cpu") is la
 

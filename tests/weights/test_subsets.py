@@ -8,7 +8,7 @@ from torch import nn
 
 import oracle
 from laplace import Laplace
-from laplace.curvature import CURVATURES
+from laplace.spec import estimator_named
 from networks import cut
 from subsets import close, options, scattered
 from zoo import ZOO, build
@@ -44,7 +44,7 @@ def test_curvature_evidence_and_predictions_are_the_oracles_rows_and_columns(str
     la = Laplace(model, task, hessian_structure=structure, curvature=curvature, **told)
     la.fit(cut(x, y, [5, 1, 9]), generator=torch.Generator().manual_seed(5))
     f = model(x).detach()
-    lam = CURVATURES[curvature](la.likelihood, f, y, 1, torch.Generator().manual_seed(5)).dense()
+    lam = estimator_named(curvature, 1, None, None)(la.likelihood, f, y, torch.Generator().manual_seed(5)).dense()
     jac = oracle.jacobian_loop(model, names, x)
     h = torch.einsum("ncp,ncd,ndq->pq", jac, lam, jac)
     h = {"full": h, "diag": h.diag().diag(), "kron": kron_blocks(model, names, x, lam, h)}[structure][index][:, index]

@@ -1,4 +1,4 @@
-"""The engine: runs the network on a batch and sends vectors of output space back to the layers' outputs."""
+"""Run the network on a batch and send vectors of output space back to the outputs of its layers (the engine)."""
 
 from laplace.backprop.gradients import Forward, Jacobian, JacobianOf, Moments, MomentsOf
 from laplace.backprop.head import Head

@@ -1,4 +1,4 @@
-"""The inputs of layers, read for some examples at a time: a convolution's patches are many times its input."""
+"""Read the inputs of layers, some examples at a time: a convolution's patches are many times its input."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from typing import Protocol
 
 from torch import Tensor
 
-from laplace.algebra import gram, total
+from laplace.linalg.symmetric import exact, gram, plain_gram, total
 
-_PRODUCTS = 2**22  # numbers of the matrix products summed at a time
+_PRODUCTS = 2**22  # numbers in the matrix products that are summed at a time
 
 
 class Activations(Protocol):
-    """The inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
+    """Inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(N, Gr, I, T)."""
+        """Return (N, Gr, I, T)."""
         ...
 
     def read(self, part: slice) -> Tensor:
-        """a of some examples, (n, Gr, I, T)."""
+        """Return a of some examples, (n, Gr, I, T)."""
         ...
 
     def features(self, part: slice, index: Tensor) -> Tensor:
-        """Some of the Gr * I features of some examples, (n, F, T)."""
+        """Return some of the Gr * I features of some examples, (n, F, T)."""
         ...
 
     def gram(self) -> Tensor:
-        """sum over examples and positions of a a^T, (Gr, I, I)."""
+        """Return the sum over examples and positions of a a^T, (Gr, I, I)."""
         ...
 
     def mean(self) -> Tensor:
-        """Mean over positions, (N, Gr, I, 1)."""
+        """Return the mean over positions, (N, Gr, I, 1)."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """What they take while they are kept."""
+        """Return how many bytes they occupy while they are kept."""
         ...
 
 
 class Stored:
-    """Activations that are there already."""
+    """Activations that are already in memory."""
 
     def __init__(self, a: Tensor) -> None:  # (N, Gr, I, T)
         self.a = a
@@ -70,7 +70,7 @@ class Stored:
 
 
 class Ones:
-    """The constant input of a bias."""
+    """A constant input 1, that of a bias."""
 
     nbytes = 0
 
@@ -91,18 +91,19 @@ class Ones:
 
 
 def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
-    """sum over m and t of x x^T, per group; nothing is copied but what has a single position."""
+    """Return the sum over m and t of x x^T, per group. Copies x only where there is a single position."""
     m, groups, d, t = x.shape
     if t == 1 and groups == 1:
         return gram(x.reshape(m, d)).unsqueeze(0)
+    x = x.double() if exact(m, d, t) else x
     if groups > 1 and t < 8:
         rows = x.permute(1, 0, 3, 2).reshape(groups, m * t, d)
         return rows.mT @ rows
     if t < 8:
-        return gram(x.squeeze(1).mT.reshape(m * t, d)).unsqueeze(0)
+        return plain_gram(x.squeeze(1).mT.reshape(m * t, d)).unsqueeze(0)
     step = _PRODUCTS // (groups * d * d)
-    if step < 8 and groups == 1:  # a product per example would be larger than what is multiplied
+    if step < 8 and groups == 1:  # one product per example would be larger than its factors
         return total(
-            gram(part.squeeze(1).mT.reshape(-1, d)) for part in x.split(max(1, _PRODUCTS // (d * t)))
+            plain_gram(part.squeeze(1).mT.reshape(-1, d)) for part in x.split(max(1, _PRODUCTS // (d * t)))
         ).unsqueeze(0)
     return total((part @ part.mT).sum(0) for part in x.split(max(1, step)))

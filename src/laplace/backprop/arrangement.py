@@ -1,4 +1,4 @@
-"""Where the examples are in a tensor inside the network: first, second, or flattened with the positions."""
+"""Find where the examples are in a tensor inside the network: first, second, or flattened with the positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Arrangement:
     kind: str = "first"
 
     def split(self, tensor: Tensor, n: int, lead: int = 0) -> Tensor | None:
-        """The tensor with its examples at dimension `lead`, (N, ...); None where it holds none (a constant)."""
+        """Return the tensor with its examples at dimension `lead`, (N, ...), or None if it holds none (a constant)."""
         if not self.holds(tensor.shape[lead:], n):
             return None
         if self.kind == "first":
@@ -34,7 +34,7 @@ class Arrangement:
 
     @property
     def flattened(self) -> bool:
-        """Whether examples share a dimension with positions, so that a shape alone does not show whose a row is."""
+        """Whether examples share a dimension with positions: the shape does not show whose row it is."""
         return self.kind in ("rows", "columns")
 
     def holds(self, shape: torch.Size, n: int) -> bool:
@@ -46,22 +46,23 @@ class Arrangement:
         return len(shape) > 0 and shape[0] > 0 and shape[0] % n == 0
 
     def alone(self, example: Tensor) -> Tensor:
-        """One example of `split` as the module takes a batch of one."""
+        """Return one example of `split` as the module takes a batch of one."""
         if self.kind == "first":
             return example.unsqueeze(0)
         return example.unsqueeze(1) if self.kind == "second" else example
 
     def of_alone(self, tensor: Tensor) -> Tensor:
-        """What a module returns for a batch of one, as one example of `split`."""
+        """Return what a module gives for a batch of one, as one example of `split`."""
         if self.kind == "first":
             return tensor.squeeze(0)
         return tensor.squeeze(1) if self.kind == "second" else tensor
 
 
 def detect(touched: list[Tensor], examples: list[int], n: int) -> Arrangement | None:
-    """The arrangement of a tensor of n examples from where gradients that concern one alone have touched it (bool).
+    """Find the arrangement of a tensor of n examples, or return None if only interacting examples explain it.
 
-    `touched` has one mask for each of some `examples`. None where only interacting examples explain them.
+    `touched` has one boolean mask for each of some `examples`: where gradients that concern this example alone are not
+    zero.
     """
     for kind in ("first", "second", "rows", "columns"):
         arrangement = Arrangement(kind)
@@ -75,10 +76,10 @@ def detect(touched: list[Tensor], examples: list[int], n: int) -> Arrangement | 
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether gradients can reach it."""
+    """Whether gradients can reach a tensor of this dtype."""
     return tensor.is_floating_point() or tensor.dtype in (torch.complex64, torch.complex128)
 
 
 def version(tensor: Tensor) -> int:
-    """How often it has been written to; tensors of inference mode do not count."""
+    """Return how often a tensor was written to. Tensors of inference mode do not count writes."""
     return 0 if tensor.is_inference() else tensor._version

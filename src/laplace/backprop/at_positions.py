@@ -1,7 +1,7 @@
-"""Outputs at positions, sent back through a network: what is asked of rows, in terms of whole examples.
+"""Send vectors back for outputs at positions: answer questions about rows from whole examples.
 
-A row is one position of one example. Vectors for all positions of an example go back together where they stand for one
-draw; those of an exact Lambda, which has no entries between positions, go back one position at a time.
+A row is one position of one example. Vectors for all positions of an example go back together if they stand for one
+draw. Those of an exact Lambda, which has no entries between positions, go back one position at a time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Covariance, Spread
-from laplace.backprop.uses import Use, Written
-from laplace.curvature.output import OutputCurvature
-from laplace.positions import Positions
+from laplace.backprop.gradients import Covariance, KroneckerCovariance
+from laplace.backprop.uses import NetworkJacobian, Use
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.predictive.positions import Positions
 
 
 class Vectors(Protocol):
-    """K vectors of output space for each example, as rows of all positions; made when they are asked for."""
+    """K vectors of output space for each example, with rows for all positions. Made on demand, in slices."""
 
     def __len__(self) -> int: ...
 
@@ -30,19 +30,19 @@ class Vectors(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a batch count. S is the number of positions at which some example has one."""
+    """Which rows of a batch count. S is the number of positions at which some example has a row that counts."""
 
     positions: Positions
     kept: Tensor | None = None  # (M,), indices into the N * T rows; None for all
 
     @cached_property
     def used(self) -> Tensor | None:  # (S,)
-        """The positions with a row that counts; None for all."""
+        """Return the positions with a row that counts, or None for all."""
         return None if self.kept is None else (self.kept % self.positions.count).unique()
 
     @property
     def count(self) -> int:
-        """S."""
+        """Return S."""
         return self.positions.count if self.used is None else len(self.used)
 
     @cached_property
@@ -53,7 +53,7 @@ class Rows:
         return self.kept // t * self.count + torch.searchsorted(self.used, self.kept % t)
 
     def counts(self, given: Tensor | None) -> Tensor | None:  # (M,) -> (N, T)
-        """How often each position of each example counts, from the rows that do; None where all do once."""
+        """Return how often each position of each example counts, or None if all count once."""
         if given is None and self.kept is None:
             return None
         if self.kept is not None:
@@ -64,18 +64,18 @@ class Rows:
         return given.unflatten(0, (self.positions.n, -1))
 
     def of(self, x: Tensor, lead: int = 0) -> Tensor:  # (..., N, S * C, ...) -> (..., M, C, ...)
-        """The rows that count, of what is there for all outputs of each example's used positions."""
+        """Select the rows that count from values for all outputs of each example's used positions."""
         rows = x.unflatten(lead + 1, (self.count, -1)).flatten(lead, lead + 1)
         return rows if self._at is None else rows.index_select(lead, self._at)
 
     def by_position(self, rows: Tensor) -> Tensor:  # (M, C) -> (N, S, C)
-        """Rows put to their examples and positions, with zeros where none counts."""
+        """Put rows to their examples and positions. Positions that do not count get zeros."""
         if self._at is not None:
             rows = rows.new_zeros(self.positions.n * self.count, rows.shape[1]).index_copy(0, self._at, rows)
         return rows.unflatten(0, (self.positions.n, self.count))
 
     def vectors(self, curvature: OutputCurvature) -> Vectors:
-        """Those whose outer products sum to a curvature of these rows."""
+        """Return vectors whose outer products sum to a curvature of these rows."""
         root = curvature.root()
         if self.kept is not None:
             whole = root.new_zeros(len(root), self.positions.n * self.positions.count, root.shape[2])
@@ -83,7 +83,7 @@ class Rows:
         return root if curvature.together or not self.positions.several else OneByOne(root, self)
 
     def units(self, outputs: Tensor | None, like: Tensor) -> Tensor:  # (S * C', N * T, C)
-        """The unit vectors of the used positions' outputs, or of the asked ones."""
+        """Return the unit vectors of the outputs at used positions, or only those of the asked outputs."""
         n, t, c = self.positions.n, self.positions.count, self.positions.c
         eye = torch.eye(c, dtype=like.dtype, device=like.device)
         eye = eye if outputs is None else eye[outputs]
@@ -97,7 +97,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Vectors of all positions, (K, N * T, C), taken apart: S * K vectors that are zero but at one position."""
+    """Vectors of all positions, (K, N * T, C), split by position: S * K vectors, each nonzero at one position only."""
 
     root: Tensor
     rows: Rows
@@ -115,10 +115,10 @@ class OneByOne:
 
 
 class RowsJacobian:
-    """The Jacobian of rows, from that of all outputs of each example's S used positions, K = S * C."""
+    """A Jacobian of rows, computed from that of all outputs at each example's S used positions, K = S * C."""
 
-    def __init__(self, whole: Written, rows: Rows, written: Callable[[list[Use]], Written]) -> None:
-        self.whole, self.rows, self._written = whole, rows, written
+    def __init__(self, whole: NetworkJacobian, rows: Rows, jacobian_of: Callable[[list[Use]], NetworkJacobian]) -> None:
+        self.whole, self.rows, self._jacobian_of = whole, rows, jacobian_of
 
     @property
     def parameters(self) -> list[RowsJacobianOf]:
@@ -129,7 +129,7 @@ class RowsJacobian:
 
     def covariance(self, covariance: Covariance) -> Tensor:
         uses = self.whole.parameters
-        each = [self._written([use.some(part) for use in uses]) for part in _slices(uses[0], self.rows)]
+        each = [self._jacobian_of([use.some(part) for use in uses]) for part in _slices(uses[0], self.rows)]
         return self.rows.of(torch.cat([one.covariance(covariance) for one in each], 1))
 
     def joint(self, covariance: Covariance) -> Tensor:
@@ -149,19 +149,19 @@ class RowsJacobianOf:
     use: Use
     rows: Rows
 
-    def variance(self, spread: Spread) -> Tensor:
+    def variance(self, spread: KroneckerCovariance) -> Tensor:
         return self.rows.of(self.use.variance(spread))
 
-    def covariance(self, spread: Spread) -> Tensor:
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:
         each = [self.use.some(part).covariance(spread) for part in _slices(self.use, self.rows)]
         return self.rows.of(torch.cat(each, 1))
 
-    def product(self, spread: Spread, v: Tensor) -> Tensor:
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
         own = self.rows.by_position(v).unbind(1)
         parts = zip(_slices(self.use, self.rows), own, strict=True)
         return self.rows.of(torch.cat([self.use.some(part).product(spread, one) for part, one in parts], 1))
 
-    def joint(self, spread: Spread) -> Tensor:
+    def joint(self, spread: KroneckerCovariance) -> Tensor:
         return _joint(self.use.joint(spread), self.rows)
 
     def along(self, steps: Tensor, part: slice = slice(None)) -> Tensor:
@@ -175,7 +175,7 @@ class RowsJacobianOf:
 
 
 def _slices(use: Use, rows: Rows) -> list[slice]:
-    """The vectors of each used position."""
+    """Return the slice of vectors for each used position."""
     c = use.shape[0] // rows.count
     return [slice(s * c, (s + 1) * c) for s in range(rows.count)]
 

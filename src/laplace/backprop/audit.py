@@ -1,9 +1,9 @@
-"""Making a plan: on a few examples of the first batch, every rule is compared with autograd.
+"""Make a plan: compare every rule with autograd on a few examples of the first batch.
 
-Every parameter starts with the rule of its module's type. Where a module was not called, or the rule's gradient is not
-autograd's, or a later batch's examples are not where the rule looks for them, the parameter goes to the generic rule at
-the nearest module above that was called, up to the whole network. A gradient that not even that explains is an error
-that names the layer.
+Every parameter starts with the rule for its module's type. It moves to the generic rule if the module was not called,
+if the rule's gradient differs from autograd's, or if a later batch's examples are not where the rule expects them. The
+generic rule is applied at the nearest module above that was called, up to the whole network. If even that does not
+explain the gradient, an error names the layer.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from laplace.backprop.arrangement import Arrangement, detect, version
+from laplace.backprop.inner import find_last_call
 from laplace.backprop.layers import Generic, Rule, rule_for
 from laplace.backprop.layers.generic import WholeNetwork
 from laplace.backprop.plan import Learned, Owner, Plan, RuleFailed, random_vectors, zeros_for
 from laplace.backprop.record import NotSeen, Recorded, Recorder
+from laplace.backprop.sending import sent_back
 from laplace.backprop.uses import Use
-from laplace.batches import Inputs
 from laplace.errors import ModelError, quiet
-from laplace.precision import rounding
+from laplace.linalg.autocast import rounding
+from laplace.network.batches import Inputs
 from laplace.weights.layout import Layout
 
-EXAMPLES = 5  # on which the audit is made
+EXAMPLES = 5  # in the audit
 
 
 def make_plan(replica: nn.Module, layout: Layout, inputs: Inputs, learned: Learned | None = None) -> Plan:
-    """The plan for a network, from a few examples and what is known of it already."""
+    """Make the plan for a network, from a few examples and what is already known of it."""
     inputs = inputs.part(0, EXAMPLES)
     learned = Learned() if learned is None else learned.copy()
     _watch(replica, inputs, learned)
@@ -42,14 +44,14 @@ def make_plan(replica: nn.Module, layout: Layout, inputs: Inputs, learned: Learn
 
 
 def _watch(replica: nn.Module, inputs: Inputs, learned: Learned) -> None:
-    """Learn which modules are called, and whether inputs are written to."""
+    """Learn which modules are called, and whether the network writes to its inputs."""
     own = inputs.map(torch.clone)
     handles = [
         module.register_forward_pre_hook(lambda m, a, name=name: learned.called.add(name))
         for name, module in replica.named_modules()
     ]
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # as it will run: without grad, fused layers call none
+        with torch.inference_mode(False), torch.enable_grad():  # without grad, fused layers would call no submodules
             own.call(replica)
     finally:
         for handle in handles:
@@ -58,7 +60,7 @@ def _watch(replica: nn.Module, inputs: Inputs, learned: Learned) -> None:
 
 
 def _sites(replica: nn.Module, layout: Layout) -> dict[str, list[str]]:
-    """Where each tensor is registered: at several places where it is tied."""
+    """Return where each tensor is registered: at several places if it is tied."""
     names = {id(p): name for name, p in replica.named_parameters() if name in set(layout.names)}
     sites: dict[str, list[str]] = {name: [] for name in layout.names}
     for path, module in replica.named_modules():
@@ -82,38 +84,44 @@ def _owners(replica: nn.Module, sites: dict[str, list[str]], learned: Learned) -
             if path not in owners:
                 owners[path] = Owner(rule)
             elif isinstance(rule, Generic) and not isinstance(owners[path].rule, Generic):
-                owners[path].rule = rule  # one rule for all of a module
+                owners[path].rule = rule  # one rule for all parameters of a module
+            owners[path].doubtful = not isinstance(owners[path].rule, Generic) and (rule.checked or _changed(module))
             if name not in owners[path].keys.values():
                 owners[path].keys[key] = name
     return owners
 
 
+def _changed(module: nn.Module) -> bool:
+    """Whether a module may do more than its type does: it has hooks or another forward. Ours are not on it yet."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
 def _rule_for(module: nn.Module) -> Rule | None:
-    """Its own copy of the rule for its type; a module whose forward was replaced has none that opens it."""
+    """Return a copy of the rule for a module's type, or None if it would open a module whose forward was replaced."""
     rule = copy.copy(rule_for(type(module)))
     return None if rule is not None and rule.opens and "forward" in module.__dict__ else rule
 
 
 def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bool:
-    """Compare every parameter's gradient with autograd's; what does not agree is learned for another try."""
+    """Whether every parameter's gradient agrees with autograd's. Failures are recorded in what the plan has learned."""
     parameters = dict(replica.named_parameters())
     recorder = Recorder(replica, plan.hooked, plan.learned.repeated, plan.opened, compare=True)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             f, recorded = recorder.run(inputs.map(torch.clone), replica)
         if not f.requires_grad:
-            raise ModelError("the network's output does not depend on any uncertain weight (is it detached?).")
+            raise ModelError("the network's output does not depend on any uncertain weight. Is it detached?")
+        if elsewhere := plan.read_elsewhere(f, recorded, recorder.leaves, inputs):
+            plan.learned.refuse(plan.owners, elsewhere)  # even if it adds nothing for these examples
+            return False
         n, v = f.shape[0], random_vectors(f)
-        tracked = [parameters[name] for name in layout.names]
-        try:
-            grads = torch.autograd.grad(f, tracked, v, retain_graph=True, allow_unused=True)
-            expected = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
-        except RuntimeError as error:
-            raise ModelError(f"autograd cannot differentiate the network: {error}") from error
+        expected = _expected(f, [parameters[name] for name in layout.names], v)
         edges = [edge for call in recorded for edge in call.edges]
         probed = torch.linspace(0, n - 1, min(n, EXAMPLES)).round().long()
         touched = _sent(f, edges, _alone(v, probed), plan)
-        sent = torch.autograd.grad(f, edges, v, allow_unused=True) if edges else ()
+        last = find_last_call(plan, recorded, f)
+        last = last if last is not None and last.begins(f, v) else None
+        sent = sent_back(f, edges, v) if edges else ()
     except NotSeen as failure:
         plan.learned.refuse(plan.owners, plan.explained_by(failure.paths))
         return False
@@ -122,29 +130,59 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
     plan.examples, plan.outputs = n, tuple(f.shape[1:])
     plan.unused = {name for name, g in zip(layout.names, expected, strict=True) if g is None}
     plan.width = _width(plan, recorded, parameters, n)
+    plan.head = None if last is None else last.call.name
+    plan.inner = plan.width if last is None else plan.width - last.layer.out_features + last.layer.in_features
     if not _arrange(plan, recorded, touched, probed.tolist(), n):
         return False
-    calls, index = [], 0
-    for call in recorded:
-        gs = [zeros_for(g, shape, dtype, f)[None] for g, shape, dtype in zip(sent[index:], call.shapes, call.dtypes)]  # noqa: B905
-        calls.append((call, gs))
-        index += len(call.edges)
     try:
-        found = plan.uses(layout, calls, n, v[None], inputs, replica, False, True)
+        failed = _differing(plan, layout, f, v, recorded, sent, inputs, replica, expected)
     except RuleFailed as failure:
         if plan.learned.refuse(plan.owners, failure.names):
             raise ModelError(str(failure)) from failure.__cause__
         return False
-    eps = rounding({f.dtype, *(p.dtype for p in tracked), *(dtype for call in recorded for dtype in call.dtypes)})
-    failed = _differing(layout.names, found, expected, eps)
+    _refuse(plan.learned, plan, failed)
+    return not failed
+
+
+def recheck(
+    plan: Plan, layout: Layout, f: Tensor, calls: list[Recorded], inputs: Inputs, replica: nn.Module
+) -> Learned:
+    """Check every rule against autograd on further examples, and return what is known afterwards.
+
+    Returns the plan's own `learned`, the same object, if all gradients agree.
+    """
+    parameters, v = dict(replica.named_parameters()), random_vectors(f)
+    expected = _expected(f, [parameters[name] for name in layout.names], v)
+    if not all(g is None or bool(g.isfinite().all()) for g in expected):
+        return plan.learned  # bad data, which is reported when the sums are checked
+    edges = [edge for call in calls for edge in call.edges]
+    sent = sent_back(f, edges, v) if edges else ()
+    failed = _differing(plan, layout, f, v, calls, sent, inputs, replica, expected)
+    if not failed:
+        return plan.learned
+    learned = plan.learned.copy()
+    _refuse(learned, plan, failed)
+    return learned
+
+
+def _expected(f: Tensor, tracked: Sequence[Tensor], v: Tensor) -> list[Tensor | None]:
+    """Return autograd's gradients of <v, f>."""
+    try:
+        grads = sent_back(f, tracked, v)
+    except RuntimeError as error:
+        raise ModelError(f"autograd cannot differentiate the network: {error}") from error
+    return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+
+
+def _refuse(learned: Learned, plan: Plan, failed: Mapping[str, tuple[float, float]]) -> None:
+    """Pass parameters with wrong gradients to a module above. Refuses the network if there is none left."""
     _require_right(plan, failed)
-    if stuck := plan.learned.refuse(plan.owners, failed):
+    if stuck := learned.refuse(plan.owners, failed):
         raise ModelError(
             f"the gradient of {stuck[0]!r} on a whole batch is not the sum of its examples' own gradients: examples "
             "interact in the network (BatchNorm without running statistics does that), or it draws random numbers "
             "in eval mode. A posterior needs independent examples: give BatchNorm running statistics."
         )
-    return not failed
 
 
 def _width(plan: Plan, calls: list[Recorded], parameters: Mapping[str, Tensor], n: int) -> int:
@@ -154,34 +192,70 @@ def _width(plan: Plan, calls: list[Recorded], parameters: Mapping[str, Tensor], 
 
 
 def _alone(v: Tensor, examples: Tensor) -> Tensor:  # (N, C), (k,) -> (k, N, C)
-    """The vectors of some examples, each by itself."""
+    """Return the vectors of some examples, each with zeros for all other examples."""
     alone = v.new_zeros(len(examples), *v.shape)
     alone[torch.arange(len(examples)), examples] = v[examples]
     return alone
 
 
 def _differing(
-    names: Sequence[str], found: Sequence[Use | None], expected: Sequence[Tensor | None], eps: float
+    plan: Plan,
+    layout: Layout,
+    f: Tensor,
+    v: Tensor,
+    calls: list[Recorded],
+    sent: Sequence[Tensor | None],  # gradients of <v, f> at the outputs of the calls
+    inputs: Inputs,
+    replica: nn.Module,
+    expected: Sequence[Tensor | None],
 ) -> dict[str, tuple[float, float]]:
-    """The largest difference, and the largest number, of gradients that are not the expected ones.
+    """Return the largest difference and the largest entry of each gradient that is not the expected one.
 
-    Some are zero but for rounding.
+    Gradients that are zero up to rounding are left out.
     """
+    given, index = [], 0
+    for call in calls:
+        gs = [zeros_for(g, shape, dtype, f)[None] for g, shape, dtype in zip(sent[index:], call.shapes, call.dtypes)]  # noqa: B905
+        given.append((call, gs))
+        index += len(call.edges)
+    found = plan.uses(layout, given, f.shape[0], v[None], inputs, replica, False, True)
+    dtypes = {f.dtype, *(p.dtype for p in replica.parameters() if p.requires_grad)}
+    eps = rounding(dtypes | {dtype for call in calls for dtype in call.dtypes})
     sizes = [0.0 if want is None else float(want.abs().max()) for want in expected]
     each, all_ = min(10 * eps**0.5, 0.1), min(1e3 * eps, 0.02) * max(sizes)
     failed = {}
-    for name, use, want, size in zip(names, found, expected, sizes, strict=True):
+    for name, use, want, size in zip(layout.names, found, expected, sizes, strict=True):
         if want is None:
             continue
         got = torch.zeros_like(want).flatten() if use is None else _summed(use)
         difference = float((got - want.flatten()).abs().max())
         if not difference <= each * size + all_:
             failed[name] = difference, size
-    return failed
+    return _beyond_rounding(failed, f, dict(replica.named_parameters()), v)
+
+
+def _beyond_rounding(
+    failed: dict[str, tuple[float, float]], f: Tensor, parameters: Mapping[str, Tensor], v: Tensor
+) -> dict[str, tuple[float, float]]:
+    """Drop gradients that are nothing but rounding, as that of a key's bias, which softmax cancels.
+
+    Two parts of v are sent back. The difference between the sum of their gradients and the gradient of v is rounding.
+    """
+    if not failed:
+        return failed
+    tracked = [parameters[name] for name in failed]
+    share = v * torch.rand(v.shape, generator=torch.Generator().manual_seed(0)).to(v)
+    parts = [torch.autograd.grad(f, tracked, one, retain_graph=True) for one in (v, share, v - share)]
+    rounded = [float((whole - a - b).to_dense().abs().max()) for whole, a, b in zip(*parts, strict=True)]
+    return {
+        name: (difference, size)
+        for (name, (difference, size)), error in zip(failed.items(), rounded, strict=True)
+        if not difference <= 100 * error
+    }
 
 
 def _require_right(plan: Plan, failed: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse the user's own rules that are wrong."""
+    """Refuse user-written rules that are wrong."""
     for path, owner in plan.owners.items():
         wrong = [name for name in owner.keys.values() if name in failed] if owner.rule.checked else []
         if wrong:
@@ -193,23 +267,23 @@ def _require_right(plan: Plan, failed: Mapping[str, tuple[float, float]]) -> Non
 
 
 def _summed(use: Use) -> Tensor:  # (p,)
-    """The gradients of all examples together, of one vector."""
+    """Return the gradient of one vector, summed over all examples."""
     return use.back(use.g.new_ones(1, use.shape[1], 1)).detach().flatten()
 
 
 def _sent(
     f: Tensor, edges: list[GradientEdge], vectors: Tensor, plan: Plan
 ) -> list[tuple[Tensor | None, ...]]:  # one for each vector
-    """Gradients at the edges, all vectors at once; where an operation cannot do that, the plan remembers it."""
+    """Return the gradients at the edges, for all vectors at once. The plan remembers if an operation cannot do that."""
     if not edges:
         return []
     try:
         with quiet():
-            out = torch.autograd.grad(f, edges, vectors, is_grads_batched=True, retain_graph=True, allow_unused=True)
+            out = sent_back(f, edges, vectors, batched=True)
         return list(zip(*([None] * len(vectors) if g is None else g for g in out), strict=True))
     except RuntimeError:
         plan.seconds[True] = float("inf")
-        return [torch.autograd.grad(f, edges, one, retain_graph=True, allow_unused=True) for one in vectors]
+        return [sent_back(f, edges, one) for one in vectors]
 
 
 def _arrange(
@@ -219,7 +293,7 @@ def _arrange(
     probed: list[int],
     n: int,
 ) -> bool:
-    """Find where the examples are in each module's tensors; where they are in no known place, that is learned."""
+    """Find where the examples are in each module's tensors. Modules with no known arrangement are recorded."""
     seen: dict[str, set[Arrangement | None]] = {}
     repeated, index = plan.learned.repeated, 0
     found = len(repeated)

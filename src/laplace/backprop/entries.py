@@ -1,4 +1,4 @@
-"""Some entries of a parameter's gradients: of a tensor of which only some weights are uncertain."""
+"""Gradients of single entries: for tensors of which only some weights are uncertain."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 from laplace.backprop.outer import Outer, contract
 from laplace.backprop.transposed import Transposed
-from laplace.backprop.uses import Dense, Sum, Use
+from laplace.backprop.uses import DenseUse, SumUse, Use
 
 _WORTH = 16  # entries of a matrix product that cost as much as one sum of gathered products
 
 
 def at(use: Use, index: Tensor) -> Use:  # (p',)
-    """The same of the weights at some indices alone."""
+    """Return a use of only the weights at some indices."""
     if isinstance(use, Outer):
         return Entries(use, index)
-    if isinstance(use, Sum):
-        return Sum([at(one, index) for one in use.uses])
+    if isinstance(use, SumUse):
+        return SumUse([at(one, index) for one in use.uses])
     if isinstance(use, Transposed):
         return at(use.outer, use.places(index))
-    return Dense(use.g[..., index]) if isinstance(use, Dense) else Picked(use, index)
+    return DenseUse(use.g[..., index]) if isinstance(use, DenseUse) else Picked(use, index)
 
 
 @dataclass
 class Picked(Use):
-    """Some weights of a use that has no shorter way to them."""
+    """Some weights of a use that offers no shortcut to them."""
 
     use: Use
     index: Tensor  # (p',)
@@ -63,9 +63,9 @@ class Picked(Use):
 
 @dataclass
 class Entries(Use):
-    """Some entries of sum_t g a^T, each at a row (an output) and a column (an input feature): nothing else is computed.
+    """Some entries of sum_t g a^T, each at a row (an output) and a column (an input feature). Nothing else is computed.
 
-    Where they are most of the rows and columns that they touch, one product of these is cheaper than many short sums.
+    If they are most of the rows and columns that they touch, one product of these is cheaper than many short sums.
     """
 
     outer: Outer
@@ -110,13 +110,13 @@ class Entries(Use):
 
     @property
     def _multiplied(self) -> bool:
-        """Whether all rows are multiplied by all columns."""
+        """Whether all touched rows are multiplied by all touched columns."""
         rows, columns = self._touched
         return self.outer.positions > 1 and len(rows) * len(columns) <= _WORTH * len(self.index)
 
     @property
     def _width(self) -> int:
-        """Numbers that are written out for one example."""
+        """Return how many numbers are written out for one example."""
         (k, _, p), t, (rows, columns) = self.shape, self.outer.positions, self._touched
         if self._multiplied:
             return t * (k * len(rows) + len(columns)) + k * len(rows) * len(columns)

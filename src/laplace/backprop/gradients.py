@@ -1,8 +1,8 @@
-"""The words between the engine and those who listen to it.
+"""Define the protocols between the engine and its users: moments for fitting, Jacobians for predicting.
 
 For a tracked parameter with input a[n, t, i] and vectors v[k, n] sent back as g[k, n, t, o], the per-example gradient
 is G[k, n] = sum over positions t of g[k, n, t] a[n, t]^T. While fitting, structures ask for second moments of G over a
-batch; while predicting, the v are the unit vectors of output space, and posteriors ask what variance G gives to each
+batch. While predicting, the v are the unit vectors of output space, and posteriors ask what variance G gives to each
 output. G itself is almost never formed.
 """
 
@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from laplace.algebra import gram
-from laplace.curvature.output import OutputCurvature
-from laplace.positions import Positions
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.symmetric import gram
+from laplace.predictive.positions import Positions
 
 if TYPE_CHECKING:
-    from laplace.batches import Inputs
+    from laplace.network.batches import Inputs
 
 
 class Basis:
-    """Orthonormal bases Q (columns), one per group, that remember their elementwise square."""
+    """Orthonormal bases Q (columns), one per group, that cache their elementwise square."""
 
     def __init__(self, vectors: Tensor) -> None:  # (Gr, D, D)
         self.vectors = vectors
 
     @cached_property
     def squares(self) -> Tensor:  # (Gr, D, D), [k, c] = Q[c, k]^2
-        """The transposed elementwise square: weights per basis vector times this are weights per output."""
+        """Return the transposed elementwise square, which maps weights per basis vector to weights per output."""
         return self.vectors.square().mT.contiguous()
 
 
 def rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -> x Q
-    """The columns in a basis; None is that of unit vectors."""
+    """Return x Q, the columns of x in a basis. None stands for the unit vectors."""
     if basis is None:
         return x
     if basis.vectors.shape[0] == 1:
@@ -44,21 +44,38 @@ def rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -
 
 
 def rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
-    """The rows in a basis."""
+    """Return Q^T x, the rows of x in a basis. None stands for the unit vectors."""
     return x if basis is None else basis.vectors.mT @ x
 
 
-class Spread:
-    """A covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T of one tensor's weights; None is the basis of unit vectors."""
+def is_absent(moments: MomentsOf) -> bool:
+    """Whether a batch does not use a tensor: its gradients are zeros, without a form."""
+    return bool(getattr(moments, "absent", False))
+
+
+class KroneckerCovariance:
+    """A covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T of one tensor's weights.
+
+    Args:
+        variances: R, (groups, O, I).
+        left: The basis Q_B of the rows; None is that of unit vectors.
+        right: The basis Q_A of the columns; None is that of unit vectors.
+    """
 
     def __init__(self, variances: Tensor, left: Basis | None = None, right: Basis | None = None) -> None:
         self.variances, self.left, self.right = variances, left, right  # R: (Gr, O, I)
         self._asked, self._by_output = 0, None
 
-    def by_output(self, n: int) -> Tensor | None:  # (I, O), of a single group
-        """M[i, c] = sum_o R[o, i] Q_B[c, o]^2, the variance that squared input i gives to output c.
+    @classmethod
+    def independent(cls, variances: Tensor, shape: tuple[int, ...]) -> KroneckerCovariance:  # (p,)
+        """Return the covariance of independent weights of a tensor of that shape."""
+        return cls(variances.reshape(1, shape[0] if shape else 1, -1))
 
-        Formed once it pays: from when it has been asked for at more examples, `n` at a time, than there are inputs.
+    def by_output(self, n: int) -> Tensor | None:  # (I, O), of a single group
+        """Return M[i, c] = sum_o R[o, i] Q_B[c, o]^2, the variance that squared input i gives to output c.
+
+        Returns None until forming it pays: once it was asked for at more examples in total, `n` at a time, than there
+        are inputs.
         """
         if self.left is None:
             return self.variances[0].T
@@ -71,16 +88,23 @@ class Spread:
 class Covariance:
     """A covariance S = R R^T of all weights.
 
-    Gradients times R are squared, and nothing cancels: of a gradient that the data determines, float32 would leave
-    little where S itself has the prior's large variances.
+    Gradients are multiplied by R and then squared, so that nothing cancels. Multiplying by S directly would lose the
+    small variance of a well determined direction in float32, because S also has the prior's large variances.
     """
 
     def __init__(self, root: Tensor) -> None:  # R: (P, P)
         self.root = root
+        self._last: dict[str, tuple[object, Tensor]] = {}
+
+    def once(self, what: str, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return a cached result that follows from S. It is computed again only when `key` changes."""
+        if what not in self._last or self._last[what][0] != key:
+            self._last[what] = key, make()
+        return self._last[what][1]
 
     @cached_property
     def matrix(self) -> Tensor:  # (P, P), float64
-        """S itself, for those to whom its blocks are cheaper; in float64, since there it does cancel."""
+        """Return S itself, where its blocks are cheaper. In float64, because here terms do cancel."""
         return gram(self.root.double().T)
 
 
@@ -88,69 +112,69 @@ class MomentsOf(Protocol):
     """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
 
     def inputs(self) -> tuple[Tensor, float | Tensor]:
-        """sum of a a^T, (Gr, I, I), or its diagonal, (Gr, I), and over how many a; (Gr, 1, 1) where groups differ.
+        """Return the sum of a a^T, (Gr, I, I), or its diagonal, (Gr, I), and the number of a.
 
-        Examples that count more than once do so in both.
+        The number is a tensor (Gr, 1, 1) where groups differ. Examples that count more than once do so in both.
         """
         ...
 
     def input_rows(self) -> Tensor | None:
-        """The a themselves, (M, I), where they are few enough to be collected over batches; else None."""
+        """Return the a themselves, (M, I), if they are few enough to collect over batches, else None."""
         ...
 
     def outputs(self) -> Tensor:
-        """sum of g g^T, (Gr, O, O)."""
+        """Return the sum of g g^T, (Gr, O, O)."""
         ...
 
     def output_squares(self) -> Tensor:
-        """sum of g^2, the diagonal of `outputs`, (Gr, O)."""
+        """Return the sum of g^2, the diagonal of `outputs`, (Gr, O)."""
         ...
 
     def squares(self) -> Tensor:
-        """sum of G^2 elementwise, flat (p,)."""
+        """Return the sum of G^2 elementwise, flat (p,)."""
         ...
 
     def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
-        """sum of (Q_left^T G Q_right)^2 elementwise, (Gr, O, I), where the gradients are outer products."""
+        """Return the sum of (Q_left^T G Q_right)^2 elementwise, (Gr, O, I), for gradients that are outer products."""
         ...
 
     def gram(self) -> Tensor:
-        """sum of vec(G) vec(G)^T, (p, p)."""
+        """Return the sum of vec(G) vec(G)^T, (p, p)."""
         ...
 
     @property
     def weights(self) -> int:
-        """Number of weights p."""
+        """Return the number of weights p."""
         ...
 
     @property
     def positions(self) -> int:
-        """At how many positions of an example the parameter is used."""
+        """Return at how many positions of an example the parameter is used."""
         ...
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """(Gr, O, I): groups, rows and columns of the outer products, where the gradients are such."""
+        """Return (Gr, O, I): groups, rows and columns of the outer products, for gradients that have this form."""
         ...
 
     @property
     def inputs_left(self) -> bool:
-        """Whether the rows of the weight are the inputs, and its columns the outputs: G = sum of a g^T."""
+        """Whether the rows of the weight are inputs and its columns outputs: G = sum of a g^T."""
         ...
 
     @property
     def diagonal_inputs(self) -> bool:
-        """Whether of the sum of a a^T only the diagonal is kept: a are rows that are looked up."""
+        """Whether only the diagonal of the sum of a a^T is kept, because a are one-hot rows of a lookup."""
         ...
 
     @property
     def form(self) -> str:
-        """'kron' where the gradients are outer products, 'dense' where they are not."""
+        """Return 'kron' if the gradients are outer products, else 'dense'."""
         ...
 
     @property
     def first(self) -> bool:
-        """Whether these are the first vectors of their examples: inputs are counted once."""
+        """Whether these are the first vectors of their examples. Inputs are counted only then, that is once."""
         ...
 
 
@@ -159,120 +183,124 @@ class Moments(Protocol):
 
     @property
     def held(self) -> int:
-        """How many numbers are held until the moments are taken."""
+        """Return how many numbers are held until the moments are taken."""
         ...
 
     def merged(self, others: Sequence[Any]) -> Moments:
-        """Those of this batch and of others as of one."""
+        """Return the moments of this batch and others as one batch."""
         ...
 
     @property
     def parameters(self) -> Sequence[MomentsOf]:
-        """One entry per parameter tensor, in the layout's order."""
+        """Return one entry per parameter tensor, in the layout's order."""
         ...
 
     def gram(self) -> Tensor:
-        """H = sum of vec(G) vec(G)^T over all parameters together, (P, P)."""
+        """Return H = sum of vec(G) vec(G)^T over all parameters together, (P, P)."""
         ...
 
     def products(self, vectors: Tensor) -> Tensor:
-        """H times each vector, (S, P) -> (S, P), without H; in the dtype of the gradients, whatever that of vectors."""
+        """Return H times each vector, (S, P) -> (S, P), without forming H, in the dtype of the gradients."""
         ...
 
     def trace(self) -> Tensor | None:
-        """tr H; None where it has no form short of H."""
+        """Return tr H, or None if that would need all of H."""
         ...
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:
-        """sum of (U^T G) (U^T G)^T for the rows U^T, (r, p) of each parameter: (r, r)."""
+        """Return the sum of (U^T G) (U^T G)^T for the rows U^T, (r, p) of each parameter: (r, r)."""
         ...
 
 
 class JacobianOf(Protocol):
-    """One parameter's Jacobian J[n, c, (o, i)], asked for the covariance that a `Spread` S of its weights gives."""
+    """One parameter's Jacobian J[n, c, (o, i)]. S is the covariance of its weights, a `KroneckerCovariance`."""
 
-    def variance(self, spread: Spread) -> Tensor:
-        """diag(J S J^T), (N, C)."""
+    def variance(self, spread: KroneckerCovariance) -> Tensor:
+        """Return diag(J S J^T), (N, C)."""
         ...
 
-    def covariance(self, spread: Spread) -> Tensor:
-        """J S J^T of each example, (N, C, C)."""
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:
+        """Return J S J^T of each example, (N, C, C)."""
         ...
 
-    def product(self, spread: Spread, v: Tensor) -> Tensor:
-        """J S J^T v of each example, v: (N, C) -> (N, C)."""
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
+        """Return J S J^T v of each example, v: (N, C) -> (N, C)."""
         ...
 
-    def joint(self, spread: Spread) -> Tensor:
-        """J S J^T over all examples together, (N, C, N, C)."""
+    def joint(self, spread: KroneckerCovariance) -> Tensor:
+        """Return J S J^T over all examples together, (N, C, N, C)."""
         ...
 
     def along(self, steps: Tensor, part: slice = ...) -> Tensor:
-        """J step for some examples, (S, p) -> (S, n, C)."""
+        """Return J step for some examples, (S, p) -> (S, n, C)."""
         ...
 
     def alone(self) -> Jacobian:
-        """The same as the Jacobian of all parameters there are: for a dense covariance of this one's weights."""
+        """Return this as the Jacobian of all parameters, for a dense covariance of this one's weights only."""
         ...
 
     def cross(self, other: Any) -> Tensor:
-        """J G'^T for the gradients G' of a `Use` with L vectors and M examples, (N, C, M, L)."""
+        """Return J G'^T for the gradients G' of a `Use` with L vectors and M examples, (N, C, M, L)."""
         ...
 
     def cross_each(self, other: Any) -> Tensor:
-        """The same for output c and vector number c alone, (C, N, M)."""
+        """Return J G'^T only for output c with vector number c, (C, N, M)."""
         ...
 
     def double(self) -> JacobianOf:
-        """The same in float64."""
+        """Return the Jacobian in float64."""
         ...
 
 
 class Jacobian(Protocol):
-    """The Jacobian of the outputs in all tracked parameters."""
+    """A Jacobian of the outputs in all tracked parameters."""
 
     @property
     def parameters(self) -> Sequence[JacobianOf]:
-        """One entry per parameter tensor, in the layout's order."""
+        """Return one entry per parameter tensor, in the layout's order."""
         ...
 
     def variance(self, covariance: Covariance) -> Tensor:
-        """diag(J S J^T) for a dense S of all weights, (N, C)."""
+        """Return diag(J S J^T) for a dense S of all weights, (N, C)."""
         ...
 
     def covariance(self, covariance: Covariance) -> Tensor:
-        """J S J^T of each example, (N, C, C)."""
+        """Return J S J^T of each example, (N, C, C)."""
         ...
 
     def joint(self, covariance: Covariance) -> Tensor:
-        """J S J^T over all examples together, (N, C, N, C)."""
+        """Return J S J^T over all examples together, (N, C, N, C)."""
         ...
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
-        """diag(J Q diag(r) Q^T J^T) for G different r: (P, P), (G, P) -> (G, N, C), projecting onto Q once."""
+        """Return diag(J Q diag(r) Q^T J^T) for G different r, projecting onto Q once: (P, P), (G, P) -> (G, N, C)."""
         ...
 
     def along(self, steps: Tensor) -> Tensor:
-        """J step, (S, P) -> (S, N, C)."""
+        """Return J step, (S, P) -> (S, N, C)."""
         ...
 
 
 class Engine(Protocol):
-    """What fitting and predicting need of a network: runs on batches."""
+    """Runs a network on batches, for fitting and predicting."""
 
     linear: bool  # whether the outputs are linear in the weights
-    plan: Any  # what was learned of the network so far; None where nothing needs to be
+    plan: Any  # what was learned of the network so far; None if nothing has to be learned
 
     def room(self) -> int:
-        """Up to how many examples small batches are run together."""
+        """Return up to how many examples small batches are run together."""
         ...
 
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
-        """The inputs cut so that the gradients of so many vectors fit into memory."""
+        """Cut the inputs so that the gradients of `n_outputs` vectors fit into memory."""
         ...
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> Forward:
-        """Run the network."""
+        """Run the network on a batch."""
+        ...
+
+    def confirmed(self, inputs: Inputs) -> bool:
+        """Whether what was learned of the network also holds for this batch. If not, it is learned anew."""
         ...
 
 
@@ -281,51 +309,55 @@ class Forward(Protocol):
 
     @property
     def outputs(self) -> Tensor:
-        """What the network returned, (N, C): a row for each example, or for each position that counts."""
+        """Return the outputs, (N, C): one row for each example, or for each position that counts."""
         ...
 
     @property
     def positions(self) -> Positions:
-        """The shape in which the network returned them."""
+        """Return the shape in which the network returned the outputs."""
+        ...
+
+    def copied(self) -> Forward:
+        """Return a copy for whoever keeps it longer than its batch. Only asked of runs that hold little."""
         ...
 
     def counting(self, kept: Tensor) -> Forward:
-        """The same run, of which the rows at some indices count."""
+        """Return the same run with only the rows at some indices counted."""
         ...
 
     def cut(self) -> Iterator[tuple[Forward, slice]]:
-        """The same in parts of consecutive rows, and which, as many as memory asks for."""
+        """Yield parts of consecutive rows, small enough for memory, with their slices."""
         ...
 
     def vectors(self, curvature: OutputCurvature) -> Any:
-        """The vectors of output space whose outer products sum to `curvature`, to be taken in slices."""
+        """Return the vectors of output space whose outer products sum to `curvature`. Read them in slices."""
         ...
 
     @property
     def held(self) -> int:
-        """How many numbers are held by whoever keeps this run."""
+        """Return how many numbers are held by whoever keeps this run."""
         ...
 
     def moments(self, curvature: OutputCurvature) -> Iterator[Moments]:
-        """What the structures accumulate, for the vectors whose outer products sum to `curvature`, some at a time."""
+        """Yield the moments that structures accumulate, for some vectors of a root of `curvature` at a time."""
         ...
 
     def sent(self, v: Tensor) -> Sequence[Any]:
-        """The gradients of each parameter for vectors v of output space, (K, N, C) -> a `Use` each."""
+        """Return each parameter's gradients for vectors v of output space, (K, N, C) -> a `Use` each."""
         ...
 
     def hessian(self, loss: Callable[[Tensor], Tensor]) -> Moments | None:
-        """The exact Hessian of a loss of the outputs; None where it is the GGN."""
+        """Return the exact Hessian of a loss of the outputs, or None if it equals the GGN."""
         ...
 
     def jacobian(self, outputs: Tensor | None = None) -> Jacobian:
-        """What the posteriors ask, for the unit vectors of output space (of the asked `outputs` alone)."""
+        """Return the Jacobian of all outputs, or of the asked `outputs` only."""
         ...
 
     def linearised(self, steps: Tensor) -> Tensor:
-        """J step, the change of the outputs to first order: (S, P) -> (S, N, C)."""
+        """Return J step, the change of the outputs to first order: (S, P) -> (S, N, C)."""
         ...
 
     def perturbed(self, steps: Tensor) -> Tensor:
-        """The outputs of the network itself with weights moved by each step: (S, P) -> (S, N, C)."""
+        """Return the outputs of the network itself with weights moved by each step: (S, P) -> (S, N, C)."""
         ...

@@ -1,6 +1,6 @@
-"""The last linear layer: its input is the features phi, and what is sent back to its output is v itself.
+"""Treat the last linear layer: its input is the features phi, and the gradient at its output is v itself.
 
-So one forward pass without autograd is all; every moment and covariance has a closed form in phi and Lambda.
+So one forward pass without autograd is enough. Every moment and covariance has a closed form in phi and Lambda.
 """
 
 from __future__ import annotations
@@ -14,41 +14,45 @@ import torch
 from torch import Tensor, nn
 
 from laplace.backprop.activations import Stored
-from laplace.backprop.head_jacobian import Chosen, HeadJacobian, along
+from laplace.backprop.head_jacobian import HeadJacobian, along
 from laplace.backprop.head_moments import HeadMoments
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY
-from laplace.batches import Inputs
 from laplace.budget import Budget
-from laplace.curvature.output import OutputCurvature
 from laplace.errors import ModelError
-from laplace.positions import Positions
-from laplace.replica import replicate
-from laplace.weights.last_layer import LastLayer, close, is_output
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.network.batches import Inputs
+from laplace.network.replica import replicate
+from laplace.predictive.positions import Positions
+from laplace.weights.last_layer import FoundLastLayer, close, is_output
 from laplace.weights.pointwise import features as features_last
 
-_LEAST = 4096  # rows up to which a run is not cut: products of many rows are fast
+_LEAST = 4096  # runs with fewer rows are not cut: products of many rows are fast
 
 
 class Head:
-    """Runs a network up to and through its last layer, on a replica of its own."""
+    """Runs a replica of a network up to and through its last layer."""
 
     linear = True
     plan = None
 
-    def __init__(self, model: nn.Module, weights: LastLayer, budget: Budget, class_dim: int | None = -1) -> None:
+    def __init__(self, model: nn.Module, weights: FoundLastLayer, budget: Budget, class_dim: int | None = -1) -> None:
         self.replica, self.weights, self.class_dim, self.budget = replicate(model), weights, class_dim, budget
 
     def room(self) -> int:
-        """None: what batches leave is small, and is collected before products are taken."""
+        """Return 0: batches are not joined. Their features are small, and are collected before products are taken."""
         return 0
 
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
-        """The inputs as they are: no gradients are kept."""
+        """Yield the inputs unchanged, since no gradients are kept."""
         yield inputs
 
+    def confirmed(self, inputs: Inputs) -> bool:
+        """Return True: nothing was learned that could be wrong. Each run compares its outputs with the layer's."""
+        return True
+
     def forward(self, inputs: Inputs, with_grad: bool = False) -> HeadForward:
-        """Features and outputs of a batch; gradients with respect to the inputs only `with_grad`."""
+        """Return features and outputs of a batch, differentiable in the inputs only `with_grad`."""
         seen: list[tuple[Tensor, int, Tensor, int]] = []
 
         def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
@@ -107,17 +111,21 @@ class HeadForward:
 
     outputs: Tensor  # (N, C), or a row for each position that counts
     features: Tensor  # (N, H)
-    weights: LastLayer
+    weights: FoundLastLayer
     positions: Positions
     budget: Budget
-    constant: float = 1.0  # the bias's input: 0 for the difference of two inputs
+    constant: float = 1.0  # input of the bias; 0 for the difference of two inputs, where it cancels
+
+    def copied(self) -> HeadForward:
+        """Return a copy. Features may be the inputs themselves, which a loader may refill."""
+        return replace(self, outputs=self.outputs.clone(), features=self.features.clone())
 
     def counting(self, kept: Tensor) -> HeadForward:  # (M,), indices into the rows
-        """The same run, of which some rows count."""
+        """Return the same run with only some rows counted."""
         return replace(self, outputs=self.outputs[kept], features=self.features[kept])
 
     def cut(self) -> Iterator[tuple[HeadForward, slice]]:
-        """All of it, but for so many positions that their covariances would not fit at once."""
+        """Yield the run, in parts if it has so many positions that their covariances would not fit at once."""
         m, c = self.outputs.shape
         step = max(_LEAST, self.budget.count(4 * self.outputs.element_size() * c * c))
         if not self.positions.several or m <= step:
@@ -128,12 +136,12 @@ class HeadForward:
             yield replace(self, outputs=self.outputs[part], features=self.features[part]), part
 
     def vectors(self, curvature: OutputCurvature) -> Tensor:  # (K, N, C)
-        """The vectors whose outer products sum to `curvature`."""
+        """Return the vectors whose outer products sum to `curvature`."""
         return curvature.root()
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The input of each uncertain tensor: phi for the weight, a constant (1, 1) for the bias."""
+        """Return the input of each uncertain tensor: phi for the weight, a constant (1, 1) for the bias."""
         one = self.features.new_full((1, 1), self.constant)
         return [self.features if len(shape) > 1 else one for shape in self.weights.layout.shapes]
 
@@ -142,29 +150,29 @@ class HeadForward:
         return self.outputs.numel() + self.features.numel()
 
     def moments(self, curvature: OutputCurvature) -> Iterator[HeadMoments]:
-        """Second moments for all the vectors behind `curvature` at once."""
-        kept = [a.clone() for a in self.inputs]  # held back for a while, when the batch's own memory may be reused
+        """Yield second moments for all vectors of `curvature` at once."""
+        kept = [a.clone() for a in self.inputs]  # kept for a while, and the batch's memory may be reused
         yield HeadMoments(kept, curvature, self.outputs.shape[0])
 
     def sent(self, v: Tensor) -> list[Outer]:
-        """The gradients v phi^T."""
+        """Return the gradients v phi^T."""
         g = v.unsqueeze(2).unsqueeze(4)  # (K, N, 1, O, 1)
         weights = (a.expand(len(self.outputs), -1)[:, None, :, None] for a in self.inputs)
         return [Outer(Stored(a), g) for a in weights]
 
     def hessian(self, loss: Any) -> None:
-        """None: in a last layer the Hessian of these likelihoods is the GGN, in closed form."""
+        """Return None: in the last layer the Hessian of these likelihoods equals the GGN, in closed form."""
         return
 
-    def jacobian(self, outputs: Tensor | None = None) -> Any:
-        """The Jacobian, whose rows are phi (x) e_c."""
-        whole = HeadJacobian(self.inputs, self.outputs.shape[0], self.outputs.shape[1])
-        return whole if outputs is None else Chosen(whole, outputs)
+    def jacobian(self, outputs: Tensor | None = None) -> HeadJacobian:
+        """Return the Jacobian, whose rows are phi (x) e_c."""
+        n, c = self.outputs.shape
+        return HeadJacobian(self.inputs, n, c, outputs)
 
     def linearised(self, steps: Tensor) -> Tensor:
-        """The outputs are linear in the last layer: sum of step_W phi + step_b, (S, P) -> (S, N, C)."""
+        """Return sum of step_W phi + step_b, (S, P) -> (S, N, C): the outputs are linear in the last layer."""
         return along(self.inputs, steps, *self.outputs.shape)
 
     def perturbed(self, steps: Tensor) -> Tensor:
-        """The network with moved weights: exact, from the features of this one run."""
+        """Return the network's outputs with moved weights. Exact, from the features of this one run."""
         return self.outputs + self.linearised(steps)

@@ -1,71 +1,95 @@
-"""The Jacobian of the last layer's outputs in its own weights, phi (x) e_c: what predicting asks."""
+"""Compute with the Jacobian of the last layer's outputs in its own weights, phi (x) e_c, for predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Covariance, Spread
+from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY
+from laplace.linalg.symmetric import spectrum
 
-_CHUNK = 2**24  # elements of an intermediate tensor
+_CHUNK = 2**24  # most elements of an intermediate tensor
 
 
 @dataclass(frozen=True)
 class HeadJacobian:
-    """The Jacobian of the last layer's outputs in its own weights."""
+    """A Jacobian of the last layer's outputs in all its own weights."""
 
     features: Sequence[Tensor]
     n: int
     c: int
+    index: Tensor | None = None  # the asked outputs, C' of them; None for all
     _parameters: list[HeadJacobianOf] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[HeadJacobianOf]:
         if not self._parameters:
-            self._parameters.extend(HeadJacobianOf(a, self.n, self.c) for a in self.features)
+            self._parameters.extend(HeadJacobianOf(a, self.n, self.c, self.index) for a in self.features)
         return self._parameters
 
     def variance(self, covariance: Covariance) -> Tensor:
-        same = torch.arange(self.c, device=covariance.root.device)
-        return self._pairs(covariance, same, same)
+        """Return |L_c^T phi|^2, with L_c L_c^T the block of output c, factorised once. Nothing cancels."""
+        factors = covariance.once("own", self._key, lambda: self._factors(covariance))  # (C', I, I)
+        wide = factors.transpose(0, 1).flatten(1)  # (I, C' * I)
+        parts = []
+        for phi in self._augmented.split(max(1, _CHUNK // wide.shape[1])):
+            parts.append((phi @ wide).unflatten(1, (len(factors), -1)).square().sum(-1))
+        return torch.cat(parts)
 
     def covariance(self, covariance: Covariance) -> Tensor:
-        rows, cols = torch.tril_indices(self.c, self.c, device=covariance.root.device).unbind()
-        lower = self._pairs(covariance, rows, cols)
-        out = lower.new_empty(self.n, self.c, self.c)
-        out[:, rows, cols] = lower
-        out[:, cols, rows] = lower
-        return out
+        """Return phi^T S[c, :, d, :] phi, computed for the pairs d <= c, in chunks of examples."""
+        wide = covariance.once("pairs", self._key, lambda: self._pairs(covariance))  # (I, pairs, I), float64
+        rows, cols = torch.tril_indices(self._asked, self._asked, device=wide.device).unbind()
+        parts = []
+        for phi in self._augmented.double().split(max(1, _CHUNK // wide[0].numel())):
+            half = (phi @ wide.flatten(1)).unflatten(1, wide.shape[1:])
+            lower = (half @ phi.unsqueeze(-1)).squeeze(-1).to(self.features[0])
+            out = lower.new_empty(len(phi), self._asked, self._asked)
+            out[:, rows, cols] = lower
+            out[:, cols, rows] = lower
+            parts.append(out)
+        return torch.cat(parts)
 
     def joint(self, covariance: Covariance) -> Tensor:
         phi, dense = self._augmented.double(), self._by_output(covariance.matrix)
+        if self.index is not None:
+            dense = dense[self.index][:, :, self.index]
         return torch.einsum("ni,cidj,mj->ncmd", phi, dense, phi).to(self.features[0])
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
-        phi, q = self._augmented, basis[self._order].unflatten(0, (self.c, -1))  # q: (C, I, P)
-        step = max(1, _CHUNK // (self.c * basis.shape[1]))
+        phi, q = self._augmented, self._own_rows(basis)  # q: (C', I, P)
+        step = max(1, _CHUNK // (self._asked * basis.shape[1]))
         parts = [torch.einsum("ni,cip->ncp", part, q).square() @ variances.T for part in phi.split(step)]
         return torch.cat(parts).permute(2, 0, 1)
 
     def along(self, steps: Tensor) -> Tensor:
-        return along(self.features, steps, self.n, self.c)
+        moved = along(self.features, steps, self.n, self.c)
+        return moved if self.index is None else moved[..., self.index]
 
-    def _pairs(self, covariance: Covariance, rows: Tensor, cols: Tensor) -> Tensor:  # (N, pairs)
-        """phi^T S[c, :, d, :] phi for the asked pairs (c, d), in chunks of examples."""
-        blocks = self._by_output(covariance.matrix).transpose(1, 2)[rows, cols]  # (pairs, I, I)
-        wide = blocks.permute(1, 0, 2).flatten(1)  # (I, pairs * I)
-        step = max(1, _CHUNK // wide.shape[1])
-        parts = []
-        for phi in self._augmented.double().split(step):
-            half = (phi @ wide).unflatten(1, (len(rows), -1))
-            parts.append((half @ phi.unsqueeze(-1)).squeeze(-1).to(self.features[0]))
-        return torch.cat(parts)
+    def _factors(self, covariance: Covariance) -> Tensor:  # (C', I, I)
+        rows = self._own_rows(covariance.root)
+        parts = [part.double() for part in rows.split(max(1, _CHUNK // rows[0].numel()))]
+        return torch.cat([_root(part @ part.mT) for part in parts]).to(self.features[0])
+
+    def _pairs(self, covariance: Covariance) -> Tensor:  # (I, pairs, I)
+        rows = self._own_rows(covariance.root).double()
+        blocks = [torch.einsum("ip,djp->idj", rows[c], rows[: c + 1]) for c in range(self._asked)]
+        return torch.cat(blocks, 1)
+
+    @property
+    def _asked(self) -> int:  # C'
+        return self.c if self.index is None else len(self.index)
+
+    @property
+    def _key(self) -> object:
+        """Return everything that the cached blocks of a covariance depend on."""
+        asked = None if self.index is None else tuple(self.index.tolist())
+        return self.c, tuple(a.shape[1] for a in self.features), self.features[0].dtype, asked
 
     @property
     def _augmented(self) -> Tensor:  # (N, I), the features of all tensors side by side
@@ -80,6 +104,11 @@ class HeadJacobian:
             start += self.c * width
         return torch.cat(parts, 1).flatten()
 
+    def _own_rows(self, matrix: Tensor) -> Tensor:  # (P, R) -> (C', I, R)
+        """Return the rows of a matrix that belong to each asked output's weights."""
+        order = self._order.to(matrix.device).unflatten(0, (self.c, -1))
+        return matrix[order if self.index is None else order[self.index]]
+
     def _by_output(self, covariance: Tensor) -> Tensor:  # (P, P) -> (C, I, C, I)
         if len(self.features) > 1:
             order = self._order.to(covariance.device)
@@ -91,57 +120,90 @@ class HeadJacobian:
 class HeadJacobianOf:
     """One tensor's Jacobian: J[n, c, (o, i)] = [c = o] phi[n, i]."""
 
-    features: Tensor  # (N, I), or (1, I) where it is the same for all examples
+    features: Tensor  # (N, I), or (1, I) if it is the same for all examples
     n: int
     c: int
+    index: Tensor | None = None  # the asked outputs, C' of them; None for all
     _rotated: dict[Basis | None, Tensor] = field(default_factory=dict)  # squares of the rotated features
 
-    def variance(self, spread: Spread) -> Tensor:
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return C', N and the number of weights p."""
+        return self.c if self.index is None else len(self.index), self.n, self.weights
+
+    @property
+    def weights(self) -> int:
+        """Return the number of weights p."""
+        return self.c * self.features.shape[1]
+
+    def variance(self, spread: KroneckerCovariance) -> Tensor:
         by_output = spread.by_output(self.n)
         if by_output is not None:
-            return (self._squares(spread.right) @ by_output).expand(self.n, self.c)
+            return (self._squares(spread.right) @ self._cut(by_output)).expand(self.n, -1)
         assert spread.left is not None
-        return (self._weights(spread) @ spread.left.squares[0]).expand(self.n, self.c)
+        return (self._weights(spread) @ self._cut(spread.left.squares[0])).expand(self.n, -1)
 
-    def covariance(self, spread: Spread) -> Tensor:
-        w, left = self._weights(spread), spread.left
-        dense = w.diag_embed() if left is None else (left.vectors * w.unsqueeze(1)) @ left.vectors.mT
-        return dense.expand(self.n, self.c, self.c)
-
-    def product(self, spread: Spread, v: Tensor) -> Tensor:
-        w, left = self._weights(spread), spread.left
-        return v * w if left is None else ((v @ left.vectors[0]) * w) @ left.vectors[0].T
-
-    def joint(self, spread: Spread) -> Tensor:
-        a, left = self._rotate(spread.right).expand(self.n, -1), spread.left
-        inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances[0], a)
-        if left is None:
-            dense = inner.diag_embed()
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:
+        w = self._weights(spread)
+        if spread.left is None:
+            dense = self._cut(w).diag_embed()
         else:
-            dense = torch.einsum("co,nmo,do->nmcd", left.vectors[0], inner, left.vectors[0])
-        return dense.transpose(1, 2).expand(self.n, self.c, self.n, self.c)
+            rows = self._rows(spread.left)
+            dense = (rows * w.unsqueeze(1)) @ rows.T
+        return dense.expand(self.n, -1, -1)
 
-    def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:  # (S, p) -> (S, n, C)
-        rows = self.features.expand(self.n, -1)[part]
-        return torch.einsum("ni,sci->snc", rows, steps.unflatten(1, (self.c, -1)))
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
+        w = self._weights(spread)
+        if spread.left is None:
+            return v * self._cut(w)
+        rows = self._rows(spread.left)
+        return ((v @ rows) * w) @ rows.T
+
+    def joint(self, spread: KroneckerCovariance) -> Tensor:
+        a = self._rotate(spread.right).expand(self.n, -1)
+        inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances[0], a)
+        if spread.left is None:
+            dense = self._cut(inner).diag_embed()
+        else:
+            rows = self._rows(spread.left)
+            dense = torch.einsum("co,nmo,do->nmcd", rows, inner, rows)
+        return dense.transpose(1, 2)
+
+    def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:  # (S, p) -> (S, n, C')
+        rows, by_output = self.features.expand(self.n, -1)[part], steps.unflatten(1, (self.c, -1))
+        by_output = by_output if self.index is None else by_output[:, self.index]
+        return torch.einsum("ni,sci->snc", rows, by_output)
+
+    def times(self, matrix: Tensor, part: slice) -> Tensor:  # (p, R) -> (C', n, R)
+        """Return J times a matrix for some examples."""
+        by_output = matrix.unflatten(0, (self.c, -1))
+        by_output = by_output if self.index is None else by_output[self.index]
+        return self.features.expand(self.n, -1)[part] @ by_output
 
     def alone(self) -> HeadJacobian:
-        return HeadJacobian([self.features], self.n, self.c)
+        return HeadJacobian([self.features], self.n, self.c, self.index)
 
-    def cross(self, other: Outer) -> Tensor:  # (N, C, M, L)
-        return torch.einsum("nm,lmc->ncml", self._input_products(other), other.g[:, :, 0, :, 0])
+    def cross(self, other: Outer) -> Tensor:  # (N, C', M, L)
+        return torch.einsum("nm,lmc->ncml", self._input_products(other), self._cut(other.g[:, :, 0, :, 0]))
 
     def cross_each(self, other: Outer) -> Tensor:  # (C, N, M)
         return self._input_products(other) * other.g[:, :, 0, :, 0].diagonal(dim1=0, dim2=2).T.unsqueeze(1)
 
     def double(self) -> HeadJacobianOf:
-        return HeadJacobianOf(self.features.double(), self.n, self.c)
+        return HeadJacobianOf(self.features.double(), self.n, self.c, self.index)
+
+    def _cut(self, x: Tensor) -> Tensor:  # (..., C) -> (..., C')
+        return x if self.index is None else x[..., self.index]
+
+    def _rows(self, left: Basis) -> Tensor:  # (C', C)
+        """Return the unit vectors of the asked outputs in a basis of output space."""
+        return left.vectors[0] if self.index is None else left.vectors[0][self.index]
 
     def _input_products(self, other: Outer) -> Tensor:  # (N, M)
         a = other.a.read(slice(None))[:, 0, :, 0].to(self.features)
         return (self.features @ a.T).expand(self.n, -1)
 
-    def _weights(self, spread: Spread) -> Tensor:  # (N, O), or (1, O) for a bias
+    def _weights(self, spread: KroneckerCovariance) -> Tensor:  # (N, O), or (1, O) for a bias
         return self._squares(spread.right) @ spread.variances[0].T
 
     def _squares(self, right: Basis | None) -> Tensor:  # (N, I)
@@ -153,43 +215,19 @@ class HeadJacobianOf:
         return self.features if right is None else self.features @ right.vectors[0]
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """Some rows of a Jacobian: what is asked of all outputs is cut to the chosen ones."""
-
-    whole: Any  # Jacobian or JacobianOf
-    index: Tensor
-
-    @property
-    def parameters(self) -> list[Chosen]:
-        return [Chosen(part, self.index) for part in self.whole.parameters]
-
-    def variance(self, of: Any) -> Tensor:
-        return self.whole.variance(of)[:, self.index]
-
-    def covariance(self, of: Any) -> Tensor:
-        return self.whole.covariance(of)[:, self.index][:, :, self.index]
-
-    def joint(self, of: Any) -> Tensor:
-        return self.whole.joint(of)[:, self.index][..., self.index]
-
-    def along(self, steps: Tensor, *part: slice) -> Tensor:
-        return self.whole.along(steps, *part)[..., self.index]
-
-    def alone(self) -> Chosen:
-        return Chosen(self.whole.alone(), self.index)
-
-    def cross(self, other: Outer) -> Tensor:
-        return self.whole.cross(other)[:, self.index]
-
-    def double(self) -> Chosen:
-        return Chosen(self.whole.double(), self.index)
-
-
 def along(features: Sequence[Tensor], steps: Tensor, n: int, c: int) -> Tensor:  # (S, P) -> (S, N, C)
-    """J step: sum of step_W phi + step_b."""
+    """Return J step: sum of step_W phi + step_b."""
     parts = steps.split([c * a.shape[1] for a in features], -1)
     total = steps.new_zeros(())
     for a, part in zip(features, parts, strict=True):
         total = total + a @ part.unflatten(-1, (c, -1)).mT
     return total.expand(len(steps), n, c)
+
+
+def _root(blocks: Tensor) -> Tensor:  # (C, I, I)
+    """Return R with R R^T = block: the Cholesky factor if every block has one, else a root from eigenvectors."""
+    lower, failed = torch.linalg.cholesky_ex(blocks)
+    if not failed.any():
+        return lower
+    values, vectors = spectrum(blocks)
+    return vectors * values.clamp(min=0).sqrt().unsqueeze(-2)

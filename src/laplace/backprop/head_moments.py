@@ -1,4 +1,4 @@
-"""Second moments of the last layer's gradients v phi^T, in closed form: what fitting asks."""
+"""Compute second moments of the last layer's gradients v phi^T in closed form, for fitting."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.algebra import gram, in_sums, precise_gram
 from laplace.backprop.gradients import Basis
 from laplace.backprop.head_jacobian import HeadJacobianOf, along
-from laplace.curvature.output import OutputCurvature
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.symmetric import gram, in_sums, precise_gram
 
-_CHUNK = 2**24  # elements of an intermediate tensor
-_ROWS = 2**24  # numbers of the rows u (x) phi that are written out at a time
+_CHUNK = 2**24  # most elements of an intermediate tensor
+_ROWS = 2**24  # most numbers in the rows u (x) phi that are written out at a time
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HeadMoments:
         return [HeadMomentsOf(a.expand(self.n, -1), self.curvature, self.n, shared) for a in self.features]
 
     def gram(self) -> Tensor:
-        """sum over n of Lambda_n (x) (phi phi^T), (P, P), some examples at a time."""
+        """Return the sum over n of Lambda_n (x) (phi phi^T), (P, P), some examples at a time."""
         vectors = 1 if self.curvature.vectors is None else len(self.curvature.vectors)
         width = vectors * self.curvature.n_outputs * sum(a.shape[1] for a in self.features)
         step = max(1, _ROWS // width)
@@ -57,7 +57,7 @@ class HeadMoments:
         return total
 
     def products(self, vectors: Tensor) -> Tensor:
-        """sum over n of J_n^T Lambda_n J_n u, some examples at a time."""
+        """Return the sum over n of J_n^T Lambda_n J_n u, some examples at a time."""
         vectors = in_sums(vectors.to(self.features[0]))
         step = max(1, _ROWS // (len(vectors) * self.curvature.n_outputs))
         total = torch.zeros_like(vectors)
@@ -72,7 +72,7 @@ class HeadMoments:
         return sum((m.squares().sum() for m in self.parameters), start=self.features[0].new_zeros(()))
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
-        """sum over n of (J_n U)^T Lambda_n (J_n U), some examples at a time."""
+        """Return the sum over n of (J_n U)^T Lambda_n (J_n U), some examples at a time."""
         c, total = self.curvature.n_outputs, torch.zeros((), dtype=torch.float64, device=steps[0].device)
         step = max(1, _CHUNK // (c * len(steps[0])))
         for start in range(0, self.n, step):
@@ -89,20 +89,37 @@ class HeadMoments:
         return HeadMoments(features, self.curvature.part(part), part.stop - part.start)
 
     def _gram(self) -> Tensor:
-        """One product of rows u (x) phi, and one of d-weighted features."""
+        """Return one product of rows u (x) phi, plus one of d-weighted features."""
         total = None
-        if self.curvature.vectors is not None:  # in float64: the difference of two such matrices is nearly singular
+        if self.curvature.vectors is not None:  # in float64: the sum of two such matrices may be nearly singular
             u = self.curvature.vectors.flatten(0, 1).double()
             k = self.curvature.vectors.shape[0]
             rows = torch.cat([_outer(u, a.expand(self.n, -1).repeat(k, 1)) for a in self.features], 1)
-            total = gram(rows) if self.curvature.sign > 0 else gram(rows).neg_()
+            total = gram(rows)
+            if self.curvature.sign < 0:
+                return self._with_zero_sums(total.neg_())
         if self.curvature.diagonal is not None:
-            total = self._add_diagonal(total, self.curvature.exact_diagonal())
+            total = self._add_diagonal(total, self.curvature.diagonal.double())
         assert total is not None
         return total
 
+    def _with_zero_sums(self, total: Tensor) -> Tensor:
+        """Set each output's block with itself to minus the sum of its blocks with the others.
+
+        This is right because rows of Lambda sum to zero. It avoids diag(d) - u u^T, a small difference of large numbers
+        once the network is sure of a class.
+        """
+        c, blocks = self.curvature.n_outputs, [self.curvature.n_outputs * a.shape[1] for a in self.features]
+        for rows in total.split(blocks):
+            for part in rows.split(blocks, 1):
+                block = part.unflatten(1, (c, -1)).unflatten(0, (c, -1))  # (C, I, C, J), a view
+                own = block.diagonal(dim1=0, dim2=2)  # (I, J, C)
+                own.zero_()
+                own.sub_(block.sum(2).permute(1, 2, 0))
+        return total
+
     def _add_diagonal(self, total: Tensor | None, d: Tensor) -> Tensor:
-        """The part of diag(d): output c of one tensor meets only output c of another."""
+        """Add the part of diag(d): output c of one tensor meets only output c of another."""
         n_outputs = d.shape[1]
         widths = [a.shape[1] for a in self.features]
         ends = torch.tensor([n_outputs * w for w in widths]).cumsum(0).tolist()
@@ -159,7 +176,7 @@ class HeadMomentsOf:
         return (self.curvature.squares().T @ self.features.square()).flatten()
 
     def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:  # (1, O, I)
-        """sum over n of (Q_B^T Lambda_n Q_B)_oo (Q_A^T phi)_i^2."""
+        """Return the sum over n of (Q_B^T Lambda_n Q_B)_oo (Q_A^T phi)_i^2."""
         assert left is not None
         assert right is not None
         inputs = (self.features @ right.vectors[0]).square()

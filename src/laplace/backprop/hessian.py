@@ -1,7 +1,7 @@
-"""The exact Hessian of -log p(D given theta) at unit noise, by Hessian-vector products.
+"""Compute the exact Hessian of -log p(D given theta) at unit noise, by Hessian-vector products.
 
-Unlike the others it is no sum of squares, and may have negative eigenvalues away from an optimum. All of it, or its
-diagonal, takes one product per weight.
+Unlike other curvatures it is not a sum of squares, and may have negative eigenvalues away from an optimum. All of it,
+or its diagonal, takes one product per weight.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.errors import UnsupportedError, quiet
+from laplace.backprop.sending import sent_back
+from laplace.errors import ModelError, UnsupportedError, quiet
 from laplace.weights.layout import Layout
 
-LIMIT = 10_000  # weights up to which all of it, or its diagonal, is computed
+LIMIT = 10_000  # most weights for which all of it, or its diagonal, is computed
 
 
 class HessianMoments:
-    """The Hessian of one batch's loss, where other curvatures have second moments of gradients."""
+    """A Hessian of one batch's loss, in the role that second moments of gradients have elsewhere."""
 
     held = 2**62
 
@@ -40,7 +41,7 @@ class HessianMoments:
         return u.to(self.dtype) @ self.products(u).T
 
     def merged(self, others: Sequence[Any]) -> HessianMoments:
-        raise NotImplementedError("a Hessian is taken before the next")
+        raise NotImplementedError("Hessians of several batches cannot be merged")
 
     def products(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
         parts = vectors.to(self.slope).split(self.chunk)
@@ -54,11 +55,11 @@ class HessianMoments:
         return torch.cat([rows.gather(1, index.unsqueeze(1)).squeeze(1) for index, rows in self.rows(slice(None))])
 
     def trace(self) -> None:
-        """None: it takes a product per weight."""
+        """Return None: the trace would take one product per weight."""
         return
 
     def rows(self, place: slice) -> Iterator[tuple[Tensor, Tensor]]:
-        """The matrix's rows there, some at a time, and which."""
+        """Yield indices and rows of the Hessian at `place`, some at a time."""
         size = len(self.slope)
         if size > LIMIT:
             raise UnsupportedError(
@@ -70,7 +71,7 @@ class HessianMoments:
 
 
 class HessianOf:
-    """The Hessian's block for one parameter."""
+    """One parameter's block of the Hessian."""
 
     form, first, positions = "dense", True, 1
 
@@ -85,13 +86,20 @@ class HessianOf:
 
 
 def _products(flat: Tensor, parameters: Sequence[Tensor], layout: Layout, vectors: Tensor) -> Tensor:  # (K, P) -> same
-    """Hessian times each vector: all at once, or one after the other where an operation has no batching rule."""
-    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    """Return the Hessian times each vector: all at once, or in a loop if an operation has no batching rule."""
     try:
         with quiet():
-            found = torch.autograd.grad(flat, parameters, vectors, is_grads_batched=True, **options)
+            found = sent_back(flat, parameters, vectors, batched=True)
     except RuntimeError:
-        rows = [torch.autograd.grad(flat, parameters, v, **options) for v in vectors]
+        try:
+            rows = [sent_back(flat, parameters, v) for v in vectors]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ModelError(
+                f"the network cannot be differentiated twice: {error} Take curvature='ggn', 'mc' or 'ef', which need "
+                "first derivatives only."
+            ) from error
         found = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]  # type: ignore[arg-type]
     parts = [p.new_zeros(len(vectors), *p.shape) if g is None else g for p, g in zip(parameters, found, strict=True)]
     return layout.join(parts, lead=1)

@@ -1,7 +1,7 @@
-"""Tables whose rows are looked up: a[n, t] has few entries that are not zero, and only these are ever touched.
+"""Gradients of tables whose rows are looked up: a[n, t] has few nonzero entries, and only these are ever touched.
 
-G[k, n] = sum over positions t of a[n, t] g[k, n, t]^T, (V, D), has as few rows that are not zero as example n looks up.
-These are brought together once, row by row of the table; nothing is of size N x V x D but for a dense covariance.
+G[k, n] = sum over positions t of a[n, t] g[k, n, t]^T, (V, D), has only as many nonzero rows as example n looks up.
+These are summed once per row of the table. Nothing has size N x V x D, except for a dense covariance.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.activations import grams
-from laplace.backprop.gradients import Basis, Spread, rotate_right
+from laplace.backprop.gradients import Basis, KroneckerCovariance, rotate_right
 from laplace.backprop.uses import EVERY, Use, all_pairs
 
 
 @dataclass
 class Lookup(Use):
-    """Positions f, at each of which some rows of the table are added with a share each, which is zero for padding."""
+    """Positions f that each add some rows of the table, each row with a share. The share of padding is zero."""
 
     ids: Tensor  # (N, F, T)
     share: Tensor  # (N, F, T)
@@ -37,12 +37,12 @@ class Lookup(Use):
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """1, V and D."""
+        """Return (1, V, D)."""
         return 1, self.rows, self.g.shape[3]
 
     @property
     def positions(self) -> int:  # type: ignore[override]
-        """F."""
+        """Return F."""
         return self.g.shape[2]
 
     @property
@@ -63,7 +63,7 @@ class Lookup(Use):
         return replace(self, ids=ids, share=share, g=torch.cat([use.g for use in uses], 2))
 
     def inputs(self) -> tuple[Tensor, float]:
-        """The diagonal of the sum of a a^T; positions that look up nothing but padding are none."""
+        """Return the diagonal of the sum of a a^T, and the number of a. Positions with only padding do not count."""
         ids, share, counts = self.ids, self.share.to(self.g.dtype), self._used.double()  # (N, F)
         if self.counts is not None:
             counts = counts * self.counts
@@ -83,7 +83,7 @@ class Lookup(Use):
 
     @property
     def _sent(self) -> Tensor:  # (K, N, F or 1, D)
-        """g where something is looked up."""
+        """Return g, with zeros where nothing is looked up."""
         g = self.g * self._used.unsqueeze(2)
         return g.sum(2, keepdim=True) if self.reduce else g
 
@@ -94,7 +94,7 @@ class Lookup(Use):
         assert left is None
         return self._by_row(rotate_right(self._found[1], right).square().sum(0).unsqueeze(0))
 
-    def variance(self, spread: Spread) -> Tensor:
+    def variance(self, spread: KroneckerCovariance) -> Tensor:
         if not self._own(spread):
             return super().variance(spread)
         found, h = self._found
@@ -105,13 +105,13 @@ class Lookup(Use):
         ]
         return torch.cat(parts)
 
-    def covariance(self, spread: Spread) -> Tensor:
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:
         if not self._own(spread):
             return super().covariance(spread)
         rows = (self._scaled(spread, part).flatten(2).transpose(0, 1) for part in self._pieces())
         return torch.cat([x @ x.mT for x in rows])
 
-    def product(self, spread: Spread, v: Tensor) -> Tensor:
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
         if not self._own(spread):
             return super().product(spread, v)
         out = []
@@ -120,12 +120,12 @@ class Lookup(Use):
             out.append(torch.einsum("knp,np->nk", x, torch.einsum("knp,nk->np", x, v[part])))
         return torch.cat(out)
 
-    def joint(self, spread: Spread) -> Tensor:
+    def joint(self, spread: KroneckerCovariance) -> Tensor:
         if not self._own(spread):
             return super().joint(spread)
         found, here = self._found[0], self._found[0].unique()
 
-        def rows(part: slice) -> Tensor:  # (K, n, V' * D), of the rows of the table that are looked up at all
+        def rows(part: slice) -> Tensor:  # (K, n, V' * D), only rows of the table that are looked up
             at = torch.searchsorted(here, found[part])
             return _placed(at, self._scaled(spread, part), len(here)).flatten(2)
 
@@ -161,7 +161,7 @@ class Lookup(Use):
         return self._matched(other, "knp,kmp->knm") if isinstance(other, Lookup) else super().cross_each(other)
 
     def _matched(self, other: Lookup, product: str) -> Tensor:
-        """Products over the rows of the table that both look up."""
+        """Return products over the rows of the table that both look up."""
         mine, theirs = self._found[0], other._found[0]
         both = torch.cat([mine.flatten(), theirs.flatten()]).unique()
         first = replace(self, ids=torch.searchsorted(both, self.ids), rows=len(both))
@@ -179,7 +179,7 @@ class Lookup(Use):
 
     @cached_property
     def _found(self) -> tuple[Tensor, Tensor]:  # (N, U), (K, N, U, D)
-        """The rows of the table that each example looks up, each once, and the gradients there."""
+        """Return the rows of the table that each example looks up, each once, and the gradients there."""
         share = self.share.to(self.g.dtype).unsqueeze(3)
         spread = (self.g.unsqueeze(3) * share).flatten(2, 3)  # (K, N, F * T, D)
         return _brought_together(self.ids.flatten(1), spread)
@@ -188,20 +188,20 @@ class Lookup(Use):
     def _used(self) -> Tensor:  # (N, F)
         return self.share.ne(0).any(2)
 
-    def _own(self, spread: Spread) -> bool:
+    def _own(self, spread: KroneckerCovariance) -> bool:
         return spread.left is None and spread.variances.shape == self.factors
 
-    def _scaled(self, spread: Spread, part: slice) -> Tensor:  # (K, n, U, D)
+    def _scaled(self, spread: KroneckerCovariance, part: slice) -> Tensor:  # (K, n, U, D)
         found, h = self._found
         return rotate_right(h[:, part], spread.right) * spread.variances[0][found[part]].sqrt()
 
     def _by_row(self, values: Tensor) -> Tensor:  # (S, N, U, D) -> (S, V, D)
-        """Summed over the examples that look up a row."""
+        """Sum over the examples that look up a row."""
         flat = values.flatten(1, 2)
         return flat.new_zeros(len(flat), self.rows, flat.shape[2]).index_add(1, self._found[0].flatten(), flat)
 
     def _pieces(self, rows: int = 0, among: slice = EVERY) -> Iterator[slice]:
-        """Slices of examples whose gradients, written out on so many rows, are small enough."""
+        """Yield slices of examples whose gradients, written out on `rows` rows, are small enough."""
         k, n, u, d = self._found[1].shape
         first, last, _ = among.indices(n)
         step = max(1, self.chunk // max(1, k * d * (u + rows)))
@@ -210,7 +210,7 @@ class Lookup(Use):
 
 
 def _brought_together(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:  # (M, T), (K, M, T, D)
-    """The different ids of each m, (M, U), and the sums of their values, (K, M, U, D); zeros where there are fewer."""
+    """Return the distinct ids of each m, (M, U), and the sums of their values, (K, M, U, D), padded with zeros."""
     m, t = ids.shape
     if t == 1:
         return ids, values

@@ -1,7 +1,7 @@
-"""Gradients that are sums of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T: those of a linear map.
+"""Gradients that are sums of outer products, G[k, n] = sum_t g[k, n, t] a[n, t]^T, as those of a linear map.
 
-Seen once per example, most questions are answered from a and g alone; at several positions G is contracted, rotated on
-whichever side is cheaper.
+With one position per example, most questions are answered from a and g alone. With several, G is contracted, and
+rotated on whichever side is cheaper.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from laplace.algebra import total
 from laplace.backprop.activations import Activations, Stored, grams
-from laplace.backprop.gradients import Basis, Spread, rotate_left, rotate_right
+from laplace.backprop.gradients import Basis, KroneckerCovariance, rotate_left, rotate_right
 from laplace.backprop.uses import EVERY, Use
+from laplace.linalg.symmetric import total
 
 
 @dataclass
 class Outer(Use):
-    """sum_t g a^T in groups; `reduce` takes positions together before the Kronecker factors are formed."""
+    """A sum over t of g a^T, in groups. `reduce` combines positions before the Kronecker factors are formed."""
 
     a: Activations
     g: Tensor  # (K, N, Gr, O, T)
     reduce: bool = False
     first: bool = True
-    twin: Outer | None = None  # for a bias: the weight that it goes with
-    summed: bool = False  # a bias: further uses are added, not further positions
+    twin: Outer | None = None  # for a bias: the weight of the same layer
+    summed: bool = False  # for a bias: g of further uses is added, not appended as positions
     _last: tuple[Basis | None, Tensor] | None = field(default=None, init=False, repr=False)
     form = "kron"
 
@@ -39,12 +39,12 @@ class Outer(Use):
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """Gr, O and I."""
+        """Return (Gr, O, I)."""
         return self.g.shape[2], self.g.shape[3], self.a.shape[2]
 
     @property
     def positions(self) -> int:  # type: ignore[override]
-        """T."""
+        """Return T."""
         return self.g.shape[4]
 
     @property
@@ -73,9 +73,10 @@ class Outer(Use):
         return (grams(self.a.mean()), n) if self.reduce else (self.a.gram(), n * t)
 
     def _counted(self, counts: Tensor) -> tuple[Tensor, float]:  # (N, T or 1)
-        """The same where examples or positions count differently, some examples at a time.
+        """Return `inputs` where examples or positions count differently, some examples at a time.
 
-        `reduce` averages over the positions as they count; an example counts as its position that counts most.
+        `reduce` averages over the positions, weighted by their counts. An example counts as much as its position that
+        counts most.
         """
         counts = counts.to(self.g.dtype).expand(-1, self.positions)
         scale = counts.sqrt()
@@ -115,13 +116,13 @@ class Outer(Use):
 
     def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:  # (Gr, O, I)
         if self.positions > 1:
-            bases = Spread(self.g.new_ones(()).expand(self.factors), left, right)
+            bases = KroneckerCovariance(self.g.new_ones(()).expand(self.factors), left, right)
             return total(self.rotated(part, bases).square().sum((0, 1)) for part in self.parts())
         g = self._turned(left).square().sum(0).unflatten(1, self.g.shape[2:4])  # (N, Gr, O)
         return torch.einsum("nvo,nvi->voi", g, self._turned_input_squares(right))
 
-    def rotated(self, part: slice, spread: Spread) -> Tensor:
-        """Rotates on whichever side of the contraction is cheaper: activations, or what they are contracted to."""
+    def rotated(self, part: slice, spread: KroneckerCovariance) -> Tensor:
+        """Return Q_B^T G Q_A, rotating before or after the contraction, whichever is cheaper."""
         if not self._own_bases(spread):
             return super().rotated(part, spread)
         a, g = self.a.read(part).to(self.g.dtype), self.g[:, part]
@@ -133,16 +134,36 @@ class Outer(Use):
         out = out if early_right else rotate_right(out, spread.right)
         return out if early_left else rotate_left(out, spread.left)
 
-    def variance(self, spread: Spread) -> Tensor:
+    def variance(self, spread: KroneckerCovariance) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
             return super().variance(spread)
         return torch.einsum("knv,nv->nk", self._turned(spread.left).square(), self._weights(spread))
 
-    def covariance(self, spread: Spread) -> Tensor:
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:
         if self.positions > 1 or not self._own_bases(spread):
             return super().covariance(spread)
         g = self._turned(spread.left).transpose(0, 1)  # (N, K, Gr * O)
         return (g * self._weights(spread).unsqueeze(1)) @ g.mT
+
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
+        if self.positions > 1 or not self._own_bases(spread):
+            return super().product(spread, v)
+        g = self._turned(spread.left)  # (K, N, Gr * O)
+        back = torch.einsum("knv,nk->nv", g, v.to(g)) * self._weights(spread)
+        return torch.einsum("knv,nv->nk", g, back)
+
+    def joint(self, spread: KroneckerCovariance) -> Tensor:
+        """Return the sum over v of g[k, n, v] g[l, m, v] w[n, m, v], w[n, m] = R (Q_A^T a[n] * Q_A^T a[m])."""
+        if self.positions > 1 or not self._own_bases(spread):
+            return super().joint(spread)
+        g = self._turned(spread.left)  # (K, N, Gr * O)
+        k, n, width = g.shape
+        a, others, rows = self._turned_inputs(spread.right), g.permute(1, 2, 0), []  # (N, Gr, I), (M, Gr * O, L)
+        for part in torch.arange(n).split(max(1, self.chunk // (n * k * width))):
+            some = slice(int(part[0]), int(part[-1]) + 1)
+            w = torch.einsum("nvi,voi,mvi->nmvo", a[some], spread.variances, a).flatten(2)
+            rows.append((g[:, some].transpose(0, 1).unsqueeze(1) * w.unsqueeze(2)) @ others)  # (n, M, K, L)
+        return torch.cat(rows).transpose(1, 2)
 
     def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:
         if self.positions > 1:
@@ -203,7 +224,7 @@ class Outer(Use):
         return replace(self, g=self.g.double(), twin=None).within(self.chunk)
 
     def _single(self, other: Use) -> TypeGuard[Outer]:
-        """Whether both are seen once per example, so that <G, G'> = (a . a') (g . g')."""
+        """Whether both have one position per example, so that <G, G'> = (a . a') (g . g')."""
         return isinstance(other, Outer) and self.positions == other.positions == 1
 
     def _input_products(self, other: Outer) -> Tensor:  # (Gr, N, M)
@@ -215,31 +236,35 @@ class Outer(Use):
 
     @property
     def _same_g(self) -> Outer:
-        """Whose g is the same: a bias shares that of its weight, where there is one position."""
+        """Return whose g is the same: with one position, a bias shares that of its weight."""
         twin = self.twin
         return twin if twin is not None and twin.positions == 1 and twin.g.shape == self.g.shape else self
 
     def _turned(self, basis: Basis | None) -> Tensor:  # (K, N, Gr * O)
-        """g in a basis, where there is one position; the last one is kept for the bias that asks next."""
+        """Return g in a basis, for one position. The last result is kept for the bias, which asks next."""
         same = self._same_g
         if same._last is None or same._last[0] is not basis:
             g = rotate_right(same.g.squeeze(4).unsqueeze(3), basis).squeeze(3).flatten(2)
             same._last = basis, g
         return same._last[1]
 
-    def _own_bases(self, spread: Spread) -> bool:
+    def _own_bases(self, spread: KroneckerCovariance) -> bool:
         return spread.variances.shape == (*self.g.shape[2:4], self.a.shape[2])
 
-    def _weights(self, spread: Spread) -> Tensor:  # (N, Gr * O)
+    def _weights(self, spread: KroneckerCovariance) -> Tensor:  # (N, Gr * O)
         return torch.einsum("nvi,voi->nvo", self._turned_input_squares(spread.right), spread.variances).flatten(1)
 
     def _turned_input_squares(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)
-        """(Q_A^T a)^2, where there is one position."""
-        return rotate_right(self._all().mT, basis).squeeze(2).square()
+        """Return (Q_A^T a)^2, for one position."""
+        return self._turned_inputs(basis).square()
+
+    def _turned_inputs(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)
+        """Return Q_A^T a, for one position."""
+        return rotate_right(self._all().mT, basis).squeeze(2)
 
 
 def contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)
-    """sum_t g a^T, in groups."""
+    """Return sum_t g a^T, in groups."""
     k, n, groups, o, t = g.shape
     left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
     return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)

@@ -1,4 +1,4 @@
-"""Several weights of one shape in one tensor, above each other: each has its own inputs, and a Kronecker pair."""
+"""Several weights of the same shape stacked in one tensor: each has its own inputs and its own Kronecker pair."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.algebra import total
-from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.gradients import Basis, KroneckerCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY, Use
+from laplace.linalg.symmetric import total
 
 
 @dataclass
 class Stacked(Use):
-    """Outer products of one group each, one per part of the tensor's rows."""
+    """Outer products of one group each, one for each part of the tensor's rows."""
 
     outers: list[Outer]
     form = "kron"
@@ -34,12 +34,12 @@ class Stacked(Use):
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """As many groups as parts, O and I."""
+        """Return the number of parts as the number of groups, O and I."""
         return (len(self.outers), *self.outers[0].factors[1:])
 
     @property
     def positions(self) -> int:  # type: ignore[override]
-        """The most that a part has."""
+        """Return the largest number of positions of any part."""
         return max(outer.positions for outer in self.outers)
 
     @property
@@ -82,19 +82,19 @@ class Stacked(Use):
         triples = zip(self._chunked, lefts, rights, strict=True)
         return torch.cat([outer.squares_in(one, other) for outer, one, other in triples])
 
-    def variance(self, spread: Spread) -> Tensor:
+    def variance(self, spread: KroneckerCovariance) -> Tensor:
         parts = self._parted(spread)
         return super().variance(spread) if parts is None else total(o.variance(s) for o, s in parts)
 
-    def covariance(self, spread: Spread) -> Tensor:
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:
         parts = self._parted(spread)
         return super().covariance(spread) if parts is None else total(o.covariance(s) for o, s in parts)
 
-    def product(self, spread: Spread, v: Tensor) -> Tensor:
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
         parts = self._parted(spread)
         return super().product(spread, v) if parts is None else total(o.product(s, v) for o, s in parts)
 
-    def joint(self, spread: Spread) -> Tensor:
+    def joint(self, spread: KroneckerCovariance) -> Tensor:
         parts = self._parted(spread)
         return super().joint(spread) if parts is None else total(o.joint(s) for o, s in parts)
 
@@ -124,13 +124,13 @@ class Stacked(Use):
             outer.chunk = self.chunk
         return self.outers
 
-    def _parted(self, spread: Spread) -> list[tuple[Outer, Spread]] | None:
-        """The covariance of each part; None where it has other bases than a pair for each."""
+    def _parted(self, spread: KroneckerCovariance) -> list[tuple[Outer, KroneckerCovariance]] | None:
+        """Return the covariance of each part, or None if it does not have one pair of bases for each part."""
         variances, count = spread.variances, len(self.outers)
         if variances.shape != self.factors and (spread.left is not None or spread.right is not None):
             return None
         lefts, rights = _bases(spread.left, count), _bases(spread.right, count)
-        spreads = map(Spread, variances.reshape(self.factors).split(1), lefts, rights)
+        spreads = map(KroneckerCovariance, variances.reshape(self.factors).split(1), lefts, rights)
         return list(zip(self._chunked, spreads, strict=True))
 
 

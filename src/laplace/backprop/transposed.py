@@ -1,4 +1,4 @@
-"""Weights that are stored with their inputs as rows: G = sum over positions of a g^T, the transpose of an `Outer`."""
+"""Weights that are stored with inputs as rows: G = sum over positions of a g^T, the transpose of an `Outer`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Spread
+from laplace.backprop.gradients import Basis, KroneckerCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY, Use
 
 
 @dataclass
 class Transposed(Use):
-    """Asks the outer product, and turns questions and answers around."""
+    """A use that asks its outer product, and transposes questions and answers."""
 
     outer: Outer
     form, inputs_left = "kron", True
@@ -32,13 +32,13 @@ class Transposed(Use):
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """Gr, I and O."""
+        """Return (Gr, I, O)."""
         groups, o, i = self.outer.factors
         return groups, i, o
 
     @property
     def positions(self) -> int:  # type: ignore[override]
-        """T."""
+        """Return T."""
         return self.outer.positions
 
     @property
@@ -53,7 +53,7 @@ class Transposed(Use):
         return self.outer.nbytes
 
     def places(self, index: Tensor) -> Tensor:  # (p',)
-        """Where weights are in the tensor that is not transposed."""
+        """Return the indices of weights in the tensor that is not transposed."""
         groups, i, o = self.factors
         group, row, column = torch.unravel_index(index, (groups, i, o))
         return (group * o + column) * i + row
@@ -85,16 +85,16 @@ class Transposed(Use):
     def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
         return self._chunked.squares_in(right, left).mT
 
-    def variance(self, spread: Spread) -> Tensor:
+    def variance(self, spread: KroneckerCovariance) -> Tensor:
         return self._chunked.variance(self._spread(spread))
 
-    def covariance(self, spread: Spread) -> Tensor:
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:
         return self._chunked.covariance(self._spread(spread))
 
-    def product(self, spread: Spread, v: Tensor) -> Tensor:
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
         return self._chunked.product(self._spread(spread), v)
 
-    def joint(self, spread: Spread) -> Tensor:
+    def joint(self, spread: KroneckerCovariance) -> Tensor:
         return self._chunked.joint(self._spread(spread))
 
     def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:
@@ -131,6 +131,6 @@ class Transposed(Use):
     def _turned(self, flat: Tensor) -> Tensor:  # (..., Gr * O * I) -> (..., Gr * I * O)
         return flat.unflatten(-1, self.outer.factors).mT.flatten(-3)
 
-    def _spread(self, spread: Spread) -> Spread:
-        """The same covariance of the transposed weights; one without bases may come in any shape."""
-        return Spread(spread.variances.reshape(self.factors).mT, spread.right, spread.left)
+    def _spread(self, spread: KroneckerCovariance) -> KroneckerCovariance:
+        """Return the covariance of the transposed weights. Without bases, it may come in any shape."""
+        return KroneckerCovariance(spread.variances.reshape(self.factors).mT, spread.right, spread.left)

@@ -1,8 +1,9 @@
-"""The algebra on (a, g): what structures and posteriors ask of one parameter's uses in one batch.
+"""Answer what structures and posteriors ask of one parameter's gradients in one batch: the algebra on (a, g).
 
-`Use` answers all questions (`MomentsOf` while fitting, `JacobianOf` while predicting, where the k are the outputs) from
-G, the per-example gradients, which are contracted for some examples at a time and never kept. `Dense` holds G itself,
-`Sum` adds uses of different kinds; `Outer`, in outer.py, has G = sum_t g a^T and mostly need not contract it.
+`Use` answers all questions (`MomentsOf` while fitting; `JacobianOf` while predicting, where the k are the outputs) from
+G, the per-example gradients, which are contracted for some examples at a time and never kept. `DenseUse` holds G
+itself, and `SumUse` adds uses of different kinds. `Outer`, in outer.py, has G = sum_t g a^T and mostly need not
+contract it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from laplace.algebra import precise_gram, total
-from laplace.backprop.gradients import Basis, Covariance, Spread, rotate_left, rotate_right
+from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance, rotate_left, rotate_right
+from laplace.linalg.symmetric import precise_gram, total
 
 EVERY = slice(None)  # example
 Kind = TypeVar("Kind", bound="Use")
@@ -28,7 +29,7 @@ class Use(ABC):
     form: str
     g: Tensor  # (K, N, ...)
     positions: int = 1  # T
-    chunk: int = 2**23  # numbers of G contracted at a time
+    chunk: int = 2**23  # most numbers of G contracted at a time
     first: bool = True
     inputs_left: bool = False
     diagonal_inputs: bool = False
@@ -37,48 +38,52 @@ class Use(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int, int]:
-        """K, N and the number of weights p."""
+        """Return K, N and the number of weights p."""
 
     @property
     def weights(self) -> int:
-        """p."""
+        """Return the number of weights p."""
         return self.shape[2]
 
     @abstractmethod
     def contracted(self, part: slice) -> Tensor:  # (K, n, p)
-        """G of some examples."""
+        """Return G of some examples."""
+
+    def times(self, matrix: Tensor, part: slice) -> Tensor:  # (p, R) -> (K, n, R)
+        """Return G times a matrix, for some examples."""
+        return self.contracted(part) @ matrix
 
     def joined(self, others: list[Use]) -> Use:
-        """This use of a parameter and others of the same kind as one."""
-        return Sum([self, *others])
+        """Combine this use of a parameter with others of the same kind."""
+        return SumUse([self, *others])
 
     def counting(self, counts: Tensor | None) -> None:  # (N, positions of the outputs)
-        """Take note of how often each example counts: as its most, where its positions are not those of the outputs."""
+        """Set how often each example counts: its largest count, if its positions are not those of the outputs."""
         if counts is not None and counts.shape[1] not in (1, self.positions):
             counts = counts.amax(1, keepdim=True)
         self.counts = counts
 
     def within(self: Kind, chunk: int) -> Kind:
-        """This one, contracted at most so many numbers at a time."""
+        """Set how many numbers of G are contracted at a time, and return this use."""
         self.chunk = chunk
         return self
 
     @property
     def nbytes(self) -> int:
-        """What it takes while it is kept."""
+        """Return how many bytes it occupies while it is kept."""
         return self.g.nbytes
 
     @abstractmethod
     def some(self, vectors: slice) -> Use:
-        """For some of the K vectors alone."""
+        """Return the use for some of the K vectors only."""
 
     @property
     def held(self) -> int:
-        """Numbers per example that are written out to contract G, besides G."""
+        """Return how many numbers per example are written out to contract G, besides G."""
         return 0
 
     def parts(self, among: slice = EVERY) -> Iterator[slice]:
-        """Slices of examples whose G is small enough."""
+        """Yield slices of examples whose G is small enough."""
         k, n, p = self.shape
         first, last, _ = among.indices(n)
         step = max(1, self.chunk // max(1, k * p + self.held))
@@ -110,28 +115,28 @@ class Use(ABC):
     def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Kronecker form")
 
-    def rotated(self, part: slice, spread: Spread) -> Tensor:  # (K, n, Gr, O, I)
-        """Q_B^T G Q_A of some examples."""
+    def rotated(self, part: slice, spread: KroneckerCovariance) -> Tensor:  # (K, n, Gr, O, I)
+        """Return Q_B^T G Q_A of some examples."""
         g = self.contracted(part).unflatten(2, spread.variances.shape)
         return rotate_left(rotate_right(g, spread.right), spread.left)
 
-    def variance(self, spread: Spread) -> Tensor:  # (N, K)
+    def variance(self, spread: KroneckerCovariance) -> Tensor:  # (N, K)
         r = spread.variances.flatten()
         return torch.cat([_weighed(self.rotated(part, spread).flatten(2).square(), r) for part in self.parts()])
 
-    def covariance(self, spread: Spread) -> Tensor:  # (N, K, K)
+    def covariance(self, spread: KroneckerCovariance) -> Tensor:  # (N, K, K)
         root = spread.variances.sqrt().flatten()
         rows = ((self.rotated(part, spread).flatten(2) * root).transpose(0, 1) for part in self.parts())
         return torch.cat([x @ x.mT for x in rows])
 
-    def product(self, spread: Spread, v: Tensor) -> Tensor:  # v: (N, K) -> (N, K)
+    def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:  # v: (N, K) -> (N, K)
         r, out = spread.variances.flatten(), []
         for part in self.parts():
             g = self.rotated(part, spread).flatten(2)
             out.append(torch.einsum("knp,np->nk", g, torch.einsum("knp,nk->np", g, v[part]) * r))
         return torch.cat(out)
 
-    def joint(self, spread: Spread) -> Tensor:  # (N, K, N, K)
+    def joint(self, spread: KroneckerCovariance) -> Tensor:  # (N, K, N, K)
         root = spread.variances.sqrt().flatten()
 
         def rows(part: slice) -> Tensor:  # (K, n, p)
@@ -140,36 +145,36 @@ class Use(ABC):
         return all_pairs(rows, rows, list(self.parts()))
 
     def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:  # (S, p) -> (S, n, K)
-        """<G, step> of some examples: the change of the outputs to first order."""
+        """Return <G, step> of some examples: the change of the outputs to first order."""
         return torch.cat([torch.einsum("knp,sp->snk", self.contracted(s), steps) for s in self.parts(part)], 1)
 
     def back(self, coefficients: Tensor) -> Tensor:  # (S, N, K) -> (S, p)
-        """sum of coefficient times G over examples and vectors: the transpose of `along`."""
+        """Return the sum of coefficient times G over examples and vectors: the transpose of `along`."""
         return total(torch.einsum("snk,knp->sp", coefficients[:, p], self.contracted(p)) for p in self.parts())
 
     def trace(self) -> Tensor:  # ()
-        """sum of G^2 over everything."""
+        """Return the sum of G^2 over everything."""
         return self.squares().sum()
 
     def settled(self, part: slice) -> Use:
-        """That of some examples, with G contracted once and for all where it would be contracted at each question."""
-        return Dense(self.contracted(part)).within(self.chunk)
+        """Return the use of some examples, with G contracted once if every question would contract it again."""
+        return DenseUse(self.contracted(part)).within(self.chunk)
 
     def load(self, steps: int) -> int:
-        """Numbers per example that `along` and `back` of so many steps take, once settled."""
+        """Return how many numbers per example `along` and `back` of so many steps need, once settled."""
         k, _, p = self.shape
         return k * (p + steps)
 
-    def alone(self) -> Written:
-        """The Jacobian in this parameter only."""
-        return Written([self], lambda: (self.contracted(part) for part in self.parts()))
+    def alone(self) -> NetworkJacobian:
+        """Return the Jacobian in this parameter only."""
+        return NetworkJacobian([self], self.parts)
 
     def cross(self, other: Use) -> Tensor:  # (N, K, M, L)
-        """<G, G'> for all pairs with the L vectors and M examples of another use of the same parameter."""
+        """Return <G, G'> for all pairs with the L vectors and M examples of another use of the same parameter."""
         return self._pairs(other, "knp,lmp->nkml", 0, 2)
 
     def cross_each(self, other: Use) -> Tensor:  # (K, N, M)
-        """<G, G'> for the pairs with the same vector number k."""
+        """Return <G, G'> for the pairs with the same vector number k."""
         return self._pairs(other, "knp,kmp->knm", 1, 2)
 
     def _pairs(self, other: Use, product: str, mine: int, others: int) -> Tensor:
@@ -182,44 +187,51 @@ class Use(ABC):
 
     @abstractmethod
     def double(self) -> Use:
-        """The same in float64."""
+        """Return the use in float64."""
 
 
-class Written:
-    """The Jacobian in some parameters; written out for a dense covariance only, in chunks of examples."""
+class NetworkJacobian:
+    """A Jacobian in some parameters, written out only for a dense covariance, in chunks of examples."""
 
-    def __init__(self, parameters: list[Use], rows: Callable[[], Iterator[Tensor]]) -> None:  # (K, n, P) each
-        self.parameters, self._rows = parameters, rows
+    def __init__(self, parameters: Sequence[Any], parts: Callable[[], Iterator[slice]]) -> None:
+        self.parameters = parameters  # `Use` or `HeadJacobianOf`
+        self._parts = parts  # slices of examples
 
     def variance(self, covariance: Covariance) -> Tensor:
-        return torch.cat([(j @ covariance.root).square().sum(-1).T for j in self._rows()])
+        return torch.cat([x.square().sum(-1).T for x in self._times(covariance.root)])
 
     def covariance(self, covariance: Covariance) -> Tensor:
-        rows = ((j @ covariance.root).transpose(0, 1) for j in self._rows())
+        rows = (x.transpose(0, 1) for x in self._times(covariance.root))
         return torch.cat([x @ x.mT for x in rows])
 
     def joint(self, covariance: Covariance) -> Tensor:
         rows = []
-        for j in self._rows():
-            x = j @ covariance.root
-            others = (other @ covariance.root for other in self._rows())
+        for x in self._times(covariance.root):
+            others = self._times(covariance.root)
             rows.append(torch.cat([torch.einsum("knp,lmp->nkml", x, other) for other in others], 2))
         return torch.cat(rows)
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
-        parts = [(j @ basis).square() @ variances.T for j in self._rows()]  # (C, n, G)
+        parts = [x.square() @ variances.T for x in self._times(basis)]  # (C, n, G)
         return torch.cat(parts, 1).permute(2, 1, 0)
+
+    def _times(self, matrix: Tensor) -> Iterator[Tensor]:  # (P, R) -> (K, n, R) each
+        """Yield J times a matrix, some examples at a time. Each parameter adds the product with its own columns."""
+        factors = matrix.split([use.weights for use in self.parameters])
+        for part in self._parts():
+            yield total(use.times(rows, part) for use, rows in zip(self.parameters, factors, strict=True))
 
     def along(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
         return along(self.parameters, split(steps, self.parameters))
 
 
 @dataclass
-class Dense(Use):
+class DenseUse(Use):
     """Gradients without a Kronecker form."""
 
     g: Tensor  # (K, N, p)
     form = "dense"
+    absent = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -229,16 +241,22 @@ class Dense(Use):
     def contracted(self, part: slice) -> Tensor:
         return self.g[:, part]
 
-    def some(self, vectors: slice) -> Dense:
-        return Dense(self.g[vectors]).within(self.chunk)
+    def some(self, vectors: slice) -> DenseUse:
+        return DenseUse(self.g[vectors]).within(self.chunk)
 
-    def double(self) -> Dense:
-        return Dense(self.g.double()).within(self.chunk)
+    def double(self) -> DenseUse:
+        return DenseUse(self.g.double()).within(self.chunk)
+
+
+class NoUse(DenseUse):
+    """The gradients of a tensor that a batch does not use: zeros, which go with those of any form."""
+
+    absent = True
 
 
 @dataclass
-class Sum(Use):
-    """Several uses of one parameter, whose gradients add."""
+class SumUse(Use):
+    """Several uses of one parameter, whose gradients add up."""
 
     uses: list[Use]
     form = "dense"
@@ -254,7 +272,7 @@ class Sum(Use):
     def contracted(self, part: slice) -> Tensor:
         return total(use.contracted(part) for use in self.uses)
 
-    def within(self, chunk: int) -> Sum:
+    def within(self, chunk: int) -> SumUse:
         self.chunk, self.uses = chunk, [use.within(chunk) for use in self.uses]
         return self
 
@@ -262,38 +280,41 @@ class Sum(Use):
     def nbytes(self) -> int:
         return sum(use.nbytes for use in self.uses)
 
-    def some(self, vectors: slice) -> Sum:
-        return Sum([use.some(vectors) for use in self.uses]).within(self.chunk)
+    def some(self, vectors: slice) -> SumUse:
+        return SumUse([use.some(vectors) for use in self.uses]).within(self.chunk)
 
-    def double(self) -> Sum:
-        return Sum([use.double() for use in self.uses]).within(self.chunk)
+    def double(self) -> SumUse:
+        return SumUse([use.double() for use in self.uses]).within(self.chunk)
 
 
-def along(uses: Sequence[Use], steps: Sequence[Tensor]) -> Tensor:  # (S, p) each -> (S, N, K)
-    """<G, step> of several parameters together."""
+def along(uses: Sequence[Any], steps: Sequence[Tensor]) -> Tensor:  # (S, p) each -> (S, N, K)
+    """Return <G, step> summed over several parameters."""
     return total(use.along(step) for use, step in zip(uses, steps, strict=True))
 
 
-def split(steps: Tensor, uses: Sequence[Use]) -> Sequence[Tensor]:  # (S, P) -> (S, p) each
-    """Steps of several parameters together cut into those of each."""
+def split(steps: Tensor, uses: Sequence[Any]) -> Sequence[Tensor]:  # (S, P) -> (S, p) each
+    """Cut steps of several parameters together into the steps of each."""
     return steps.split([use.weights for use in uses], 1)
 
 
 def _weighed(x: Tensor, weights: Tensor) -> Tensor:  # (K, n, p), (p,) -> (n, K)
-    """Sums with weights, in the order in which x lies in memory: rows apart from each other cost several times more."""
+    """Return weighted sums in the order in which x lies in memory. The other order costs several times more."""
     return x.transpose(0, 1) @ weights if x.stride(0) < x.stride(1) else (x @ weights).T
 
 
 def combined(uses: list[Use]) -> Use:
-    """Several uses of one parameter as one: further positions where all are outer products, else their sum."""
+    """Combine several uses of one parameter: by joining them if all are of one kind, else by their sum."""
     if len(uses) == 1:
         return uses[0]
     first, *others = uses
-    return first.joined(others) if all(type(use) is type(first) for use in others) else Sum(uses)
+    return first.joined(others) if all(type(use) is type(first) for use in others) else SumUse(uses)
 
 
 def all_pairs(left: Callable[[slice], Tensor], right: Callable[[slice], Tensor], parts: list[slice]) -> Tensor:
-    """left . right for all pairs of examples and vectors, (N, K, N, K), from (K, n, p) for some examples at a time."""
+    """Return left . right for all pairs of examples and vectors, (N, K, N, K).
+
+    `left` and `right` give (K, n, p) for some examples at a time.
+    """
     rows = []
     for one in parts:
         x = left(one)

@@ -1,1 +1,1 @@
-"""Files that hold numbers and words alone: fitted posteriors, and fits that were interrupted."""
+"""Files that hold only numbers and words: fitted posteriors, and fits that were interrupted."""

@@ -1,12 +1,13 @@
-"""One file of tensors and words: safetensors, with a JSON header in its metadata and a checksum over all of it.
+"""One file of tensors and words: safetensors, with a JSON header in its metadata and a checksum over everything.
 
-Nothing in it is ever run. It is mapped into memory to be read; what is kept of it is copied by those who keep it.
+Reading it runs no code. The file is mapped into memory, so callers copy the tensors that they keep.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from laplace.checkpoints import digests
-from laplace.checkpoints.files import replacing
+from laplace._version import __version__
+from laplace.checkpoints.files import not_a_file, replacing
 from laplace.errors import CheckpointError
+from laplace.network import digests
 
 FORMAT = 1
 _HEADER, _CHECKSUM = "laplace", "checksum"
-_LARGEST = 100_000_000  # bytes of a header that safetensors reads
+_LARGEST = 100_000_000  # the longest header, in bytes, that safetensors reads
 _LENGTH = 8  # bytes that say how long the header is
-_TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"  # what JSON has no word for
+_TENSOR, _TUPLE, _PAIRS = "$tensor", "$tuple", "$pairs"  # markers for what JSON does not have
 
 
 def write(path: str | os.PathLike[str], kind: str, contents: Any) -> None:
     """Write plain containers of tensors, numbers and words."""
-    from laplace import __version__
-
     tensors: dict[str, Tensor] = {}
     header = {"format": FORMAT, "library": __version__, "kind": kind, "contents": _packed(contents, "", tensors)}
     words = json.dumps(header)
@@ -42,17 +42,17 @@ def write(path: str | os.PathLike[str], kind: str, contents: Any) -> None:
 
 
 def read(path: str | os.PathLike[str], kind: str) -> Any:
-    """What was written there as that `kind`; its tensors are views of the file."""
+    """Return what was written to `path` as this `kind`. The tensors are views of the file."""
     path = Path(path)
     _check_frame(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except Exception as error:  # whatever a parser says of a damaged file
+    except Exception as error:  # whatever a parser raises for a damaged file
         raise CheckpointError(f"{str(path)!r} is damaged: {error}.") from error
     if not {_HEADER, _CHECKSUM} <= metadata.keys():
-        raise CheckpointError(f"{str(path)!r} is a file of safetensors, but none that la.save or fit wrote.")
+        raise CheckpointError(f"{str(path)!r} is a safetensors file, but not one that la.save or fit wrote.")
     words = metadata[_HEADER]
     if digests.of_tensors(tensors, words) != metadata[_CHECKSUM]:
         raise CheckpointError(f"{str(path)!r} is damaged: its checksum is not that of its contents. Take another copy.")
@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str], kind: str) -> Any:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{str(path)!r} is damaged: its header is none of ours ({error!r}).") from error
+        raise CheckpointError(f"{str(path)!r} is damaged: its header cannot be read ({error!r}).") from error
 
 
 def _checked(header: Any, kind: str, path: Path, tensors: Mapping[str, Tensor]) -> Any:
@@ -76,9 +76,12 @@ def _checked(header: Any, kind: str, path: Path, tensors: Mapping[str, Tensor]) 
 
 
 def _check_frame(path: Path) -> None:
-    """Refuse what is no such file, or not all of one, before anything is made of it."""
+    """Refuse what is not a safetensors file, or an incomplete one, before it is parsed."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{str(path)!r} cannot be read: {not_a_file(found)}.")
+        size = found.st_size
         with path.open("rb") as file:
             start = file.read(_LENGTH + 1)
     except OSError as error:
@@ -86,21 +89,21 @@ def _check_frame(path: Path) -> None:
     length = int.from_bytes(start[:_LENGTH], "little")
     if len(start) > _LENGTH and start[_LENGTH:] != b"{":
         raise CheckpointError(
-            f"{str(path)!r} is no file of safetensors. What torch.save wrote is for la.load_state_dict("
+            f"{str(path)!r} is not a safetensors file. For a file of torch.save write la.load_state_dict("
             "torch.load(path, weights_only=True))."
         )
     if length > _LARGEST:
         raise CheckpointError(
-            f"{str(path)!r} is damaged: it claims a header of {length:,} bytes; allowed are {_LARGEST:,}."
+            f"{str(path)!r} is damaged: it claims a header of {length:,} bytes; at most {_LARGEST:,} are allowed."
         )
     if len(start) <= _LENGTH or _LENGTH + length > size:
         raise CheckpointError(
-            f"{str(path)!r} is cut off: it has {size:,} bytes, and its header alone {length:,}. Take another copy."
+            f"{str(path)!r} is cut off: it has {size:,} bytes, its header alone needs {length:,}. Take another copy."
         )
 
 
 def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """As JSON has it, the tensors put aside."""
+    """Return the value in the form of JSON, moving its tensors to `tensors`."""
     if isinstance(value, Tensor):
         name = name if name not in tensors else f"{name}#{len(tensors)}"
         tensors[name] = _alone(value.detach().cpu().contiguous())
@@ -117,13 +120,13 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise CheckpointError(
-        f"{name!r} is a {type(value).__name__}; written can be tensors, numbers, words, and lists, tuples and mappings "
+        f"{name!r} is a {type(value).__name__}; a file holds tensors, numbers, words, and lists, tuples and mappings "
         "of them."
     )
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """In memory that it shares with no other."""
+    """Return the tensor in memory that it shares with no other."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

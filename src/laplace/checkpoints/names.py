@@ -1,4 +1,4 @@
-"""Parameters that have other names now: `names={old: new}`, of parameters or of the modules that hold them."""
+"""Rename parameters while loading: `names={old: new}`, for parameters or for the modules that hold them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Rename = Callable[[str], str]
 
 
 def renaming(names: Mapping[str, str], known: Iterable[str]) -> Rename:
-    """A name there -> its name here; the longest entry that is the name, or a module above it, decides."""
+    """Return a function from a name in the file to its name here.
+
+    The longest entry that is the name itself, or a module above it, decides.
+    """
     entries = sorted(names.items(), key=lambda entry: -len(entry[0]))
 
     def rename(name: str) -> str:
@@ -26,14 +29,14 @@ def renaming(names: Mapping[str, str], known: Iterable[str]) -> Rename:
     known = list(known)
     idle = [old for old in names if old and not any(name == old or name.startswith(f"{old}.") for name in known)]
     if idle:
-        raise OptionError(f"names= has {idle[0]!r}, and the file no such parameter or module: {', '.join(known[:6])}.")
+        raise OptionError(f"names= has {idle[0]!r}; the file has no such parameter or module: {', '.join(known[:6])}.")
     if len({*map(rename, known)}) < len(known):
         raise OptionError("names= gives two parameters of the file the same name.")
     return rename
 
 
 def renamed_state(state: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
-    """A state with the names of its parameters, and of its last layer, replaced."""
+    """Return a state with its parameters, and its last layer, renamed."""
     names = sorted(state["names"], key=len, reverse=True)
     out = {_key(key, names, rename): value for key, value in state.items()}
     out["names"] = [rename(name) for name in state["names"]]

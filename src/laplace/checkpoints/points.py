@@ -1,4 +1,4 @@
-"""The kept points of a posterior over functions, found again in the data by their numbers."""
+"""Find the kept points of a posterior over functions again in the data, by their example numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from laplace.batches import Batch, Inputs
-from laplace.checkpoints.digests import Digest
+from laplace.network.batches import Batch, Inputs
+from laplace.network.digests import Digest
 
 
 def digest_of(parts: Iterable[Batch]) -> str:
-    """The digest of all inputs."""
+    """Return the digest of all inputs."""
     digest = Digest()
     for part in parts:
         digest.add(*part.inputs.tensors())
@@ -20,7 +20,7 @@ def digest_of(parts: Iterable[Batch]) -> str:
 
 
 def inputs_at(batches: Iterable[Batch], parts: Sequence[Tensor]) -> list[Batch] | None:
-    """The inputs of the examples with these numbers, ascending, for each part; None where some are not there."""
+    """Return the inputs of the examples with these ascending numbers, for each part. None if some are not there."""
     found: list[list[Inputs]] = [[] for _ in parts]
     start = 0
     for batch in batches:
@@ -28,7 +28,7 @@ def inputs_at(batches: Iterable[Batch], parts: Sequence[Tensor]) -> list[Batch] 
         for pieces, numbers in zip(found, parts, strict=True):
             here = numbers[(numbers >= start) & (numbers < stop)] - start
             if len(here):
-                pieces.append(batch.inputs.map(lambda t, here=here: t[here.to(t.device)]))
+                pieces.append(batch.inputs.at(here))
         start = stop
     if any(sum(piece.size or 0 for piece in pieces) != len(part) for pieces, part in zip(found, parts, strict=True)):
         return None
@@ -37,7 +37,7 @@ def inputs_at(batches: Iterable[Batch], parts: Sequence[Tensor]) -> list[Batch] 
 
 
 def _joined(pieces: Sequence[Inputs]) -> Inputs | None:
-    """None where their shapes differ: then they are not those that were kept together."""
+    """Join inputs. None if their shapes differ: then these are not the inputs that were kept together."""
     columns = [*zip(*(piece.tensors() for piece in pieces), strict=True)]
     if any(len({(t.shape[1:], t.dtype) for t in column}) > 1 for column in columns):
         return None

@@ -3,40 +3,52 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from laplace.batches import device_of, training_batches
-from laplace.checkpoints import container, digests
+from laplace.checkpoints import container
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
-from laplace.checkpoints.state import INPUTS, NUMBERS, VECTORS, load_state_dict, state_dict, state_without_inputs
+from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, state_dict, state_without_inputs
 from laplace.checks import shown
 from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
-from laplace.functional import FUNCTIONAL
+from laplace.inference.runner import Runner
+from laplace.inference.source import Fitted
 from laplace.likelihoods import LIKELIHOODS, Likelihood, likelihood_named
-from laplace.nested import map_tensors
-from laplace.weights import Last, what_changed
-from laplace.weights.named import Named
-from laplace.weights.predicate import Where
-
-if TYPE_CHECKING:
-    from laplace.laplace import Laplace
+from laplace.network import digests
+from laplace.network.batches import device_of
+from laplace.network.pytree import map_tensors
+from laplace.posterior.posterior import Fit
+from laplace.priors import Prior
+from laplace.priors.custom import Custom
+from laplace.spec import STRUCTURE_OPTIONS, structure_named
+from laplace.structures import STRUCTURES, Structure
+from laplace.structures.functional import FUNCTIONAL
+from laplace.weights import All, Choice, LastLayer, Named, Subnetwork, Subset, Where
 
 KIND = "posterior"
 _DIGEST = "points/digest"
+_YOURS = "yours"  # a part that is made by code of the user's, by the name that it gives itself
 
-Kind = TypeVar("Kind", bound="Laplace")
+
+class Loadable(Protocol):
+    """What a file is loaded into: made from the options in it, it takes over the state."""
+
+    @property
+    def runner(self) -> Runner: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def save(la: Laplace, path: str | os.PathLike[str], with_data: bool = False) -> None:
+Kind = TypeVar("Kind", bound=Loadable)
+
+
+def save(la: Fitted, path: str | os.PathLike[str], with_data: bool = False) -> None:
     """Write a posterior; the inputs that a 'gp' is made of only `with_data`."""
-    fit, weights = la.posterior.fit, la._weights
-    _require_path(path)
-    assert weights is not None
-    if changed := what_changed(la.model, weights, fit.mean, la._snapshot, thoroughly=True):
+    fit = la.posterior.fit
+    if changed := la.runner.changed(fit.mean, thoroughly=True):
         raise UnsupportedError(
             f"{changed} since fit, and a posterior is saved with a digest of the weights that it belongs to. Call "
             "la.fit again, or put the old weights back."
@@ -44,20 +56,22 @@ def save(la: Laplace, path: str | os.PathLike[str], with_data: bool = False) -> 
     state = state_dict(la, with_data) if with_data else state_without_inputs(la)
     if fit.points is not None and not with_data:
         state[_DIGEST] = digest_of(fit.points.parts)
-    contents = {"options": _options(la), "network": digests.of_network(la.model), "state": state}
+    contents = {"options": _options(la), "network": digests.of_network(la.runner.model), "state": state}
     container.write(path, KIND, contents)
 
 
 def load(
-    cls: type[Kind],
+    make: Callable[..., Kind],
     path: str | os.PathLike[str],
     model: nn.Module,
     likelihood: Likelihood | str | None,
+    prior: Prior | None,
     names: Mapping[str, str] | None,
     data: Iterable[Any] | None,
+    structure: Structure | None = None,
+    subset: Subset | None = None,
 ) -> Kind:
-    """The posterior at `path`, on `model`."""
-    _require_path(path)
+    """Return the posterior at `path`, on `model`, with those parts that a file cannot hold."""
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
     if names is not None and not (
@@ -72,11 +86,15 @@ def load(
         state = renamed_state(map_tensors(state, lambda t: t.to(device_of(model))), rename)
         own = _likelihood(options.pop("likelihood"), likelihood, path)
         noise = {"sigma_noise": state["sigma_noise"]} if state["sigma_noise"].numel() > 1 and likelihood is None else {}
-        la = cls(model, own, **noise, **_renamed_options(options, state, bool(names), rename))
-        state["subset_of_weights"] = la._subset.label
+        given = {} if prior is None else {"prior": _own_prior(state, prior, path)}
+        options["hessian_structure"] = _structure(options, structure, path)
+        options["subset_of_weights"] = _subset_of(options, subset, path)
+        la = make(model, own, **given, **noise, **_renamed_options(options, state, bool(names), rename))
+        state["subset_of_weights"] = la.runner.spec.weights.label
+        _require_same_weights(la.runner, state, path)
         if VECTORS in state and INPUTS not in state:
-            state[INPUTS] = _inputs(la, state, data, path)
-        load_state_dict(la, state)
+            state[INPUTS] = _inputs(la.runner, state, data, path)
+        la.load_state_dict(state)
         return la
     except LaplaceError:
         raise
@@ -84,47 +102,103 @@ def load(
         raise CheckpointError(f"{str(path)!r} is damaged: what it says fits nowhere ({error!r}).") from error
 
 
-def _require_path(path: object) -> None:
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError(f"path={shown(path)} must name a file, as in 'posterior.safetensors'.")
-
-
-def _options(la: Laplace) -> dict[str, Any]:
+def _options(la: Fitted) -> dict[str, Any]:
     """What `Laplace` is called with, but for model, prior and noise: these are in the state."""
-    subset, structure, likelihood = la._subset, la.structure, la.likelihood
+    runner = la.runner
+    spec, fit = runner.spec, la.posterior.fit
+    subset, structure, likelihood = spec.weights, spec.structure, spec.likelihood
     kinds = [kind for kind, functional in FUNCTIONAL.items() if type(structure) is functional]
-    options: dict[str, Any] = {key: getattr(structure, key) for key in structure.options}
+    known = bool(kinds) or type(structure) is STRUCTURES.get(structure.name)
+    options: dict[str, Any] = {key: getattr(structure, key) for key in structure.options} if known else {}
     options |= {"functional_approximation": kinds[0]} if kinds else {}
     options |= (
-        {"last_layer_name": subset.name, "feature_reduction": subset.reduction} if isinstance(subset, Last) else {}
+        {"last_layer_name": subset.name, "feature_reduction": subset.reduction} if isinstance(subset, LastLayer) else {}
     )
-    known = LIKELIHOODS.get(likelihood.name)
-    ours = known is not None and type(likelihood) is known and _as_made(known(), la.sigma_noise) == likelihood.described
+    ours = type(likelihood) is LIKELIHOODS.get(likelihood.name)
+    words = {"name": likelihood.described, "kind": likelihood.name, "ours": ours}
     return options | {
-        "likelihood": {"name": likelihood.described, "kind": likelihood.name, "ours": ours},
-        "hessian_structure": "gp" if kinds else structure.name,
-        "subset_of_weights": _subset(la),
-        "subnetwork_indices": la.subnetwork_indices,
-        "curvature": la.curvature,
-        "curvature_samples": la.curvature_samples,
-        "class_dim": la.class_dim,
-        "enable_backprop": la.enable_backprop,
-        "dict_key_x": la._keys.x,
-        "dict_key_y": la._keys.y,
+        "likelihood": words | ({"options": likelihood.options} if ours else {}),
+        "hessian_structure": "gp" if kinds else structure.name if known else {_YOURS: structure.described},
+        "subset_of_weights": _subset(subset, fit),
+        "subnetwork_indices": subset.indices.clone() if isinstance(subset, Subnetwork) else None,
+        "curvature": fit.kind,
+        "curvature_samples": spec.estimator.vectors,
+        "class_dim": spec.class_dim,
+        "enable_backprop": runner.enable_backprop,
+        "dict_key_x": spec.keys.x,
+        "dict_key_y": spec.keys.y,
     }
 
 
-def _as_made(likelihood: Likelihood, sigma: Tensor) -> str:
-    """What a likelihood is called once it knows the noise: how outputs differ in it is a part of the likelihood."""
-    return likelihood.with_noise(sigma.detach())[0].described
+def _subset(subset: Subset, fit: Fit) -> str | list[str] | dict[str, str]:
+    """As it was written; of a predicate, the names that it chose; of a class of the user's, its label."""
+    if type(subset) is Named:
+        return subset.patterns
+    if type(subset) is Where:
+        return list(fit.layout.names)
+    return subset.label if type(subset) in (All, LastLayer, Subnetwork) else {_YOURS: subset.label}
 
 
-def _subset(la: Laplace) -> str | list[str]:
-    """As it was written; of a predicate, the names that it chose."""
-    if isinstance(la._subset, Named):
-        return la._subset.patterns
-    return list(la.posterior.fit.layout.names) if isinstance(la._subset, Where) else la._subset.label
+def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> Structure | str:
+    """Return the structure of a file, or the user's own, which must be the one that was saved."""
+    told = options["hessian_structure"]
+    if given is None:
+        if isinstance(told, Mapping):
+            raise _missing(path, "a structure", told[_YOURS], "hessian_structure=")
+        return told
+    if not isinstance(given, Structure):
+        raise OptionError(f"hessian_structure={shown(given)} must be the structure itself, as in MyStructure().")
+    if not isinstance(told, Mapping):  # one of ours is made by name: its options are in the file
+        kinds = {key: options[key] for key in STRUCTURE_OPTIONS if key in options}
+        made = structure_named(told, {**STRUCTURE_OPTIONS, **kinds})
+        if type(given) is type(made) and given.described == made.described:
+            return told
+        told = {_YOURS: made.described}
+    if given.described != told[_YOURS]:
+        raise CheckpointError(
+            f"{str(path)!r} has the structure {told[_YOURS]!r}; hessian_structure= is {given.described!r}."
+        )
+    return given
+
+
+def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:
+    """Return the choice of weights of a file, or the user's own, which must be the one that was saved."""
+    told = options["subset_of_weights"]
+    if given is None:
+        if isinstance(told, Mapping):
+            raise _missing(path, "a subset of weights", told[_YOURS], "subset_of_weights=")
+        return told
+    if not isinstance(given, Subset):
+        raise OptionError(f"subset_of_weights={shown(given)} must be the subset itself, as in MySubset().")
+    if not isinstance(told, Mapping):
+        raise CheckpointError(
+            f"{str(path)!r} says itself which weights it is of: {told!r}. Leave out subset_of_weights=."
+        )
+    if given.label != told[_YOURS]:
+        raise CheckpointError(
+            f"{str(path)!r} is of the weights {told[_YOURS]!r}; subset_of_weights= is {given.label!r}."
+        )
+    return given
+
+
+def _missing(path: Any, what: str, name: str, argument: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} has {what} of yours, {name!r}, and files hold no code. Write Laplace.load(..., {argument}) "
+        "with the same one."
+    )
+
+
+def _require_same_weights(runner: Runner, state: Mapping[str, Any], path: Any) -> None:
+    """Refuse a choice of the user's that takes other parameters of this network than those in the file."""
+    weights = runner.spec.weights
+    if not isinstance(weights, Choice) or type(weights) in (Named, Where, All, Subnetwork):
+        return
+    names = list(weights.select(runner.model).layout.names)
+    if names != list(state["names"]):
+        raise CheckpointError(
+            f"{str(path)!r} is of the parameters {', '.join(state['names'])}; subset_of_weights={weights.label!r} "
+            f"takes {', '.join(names)} of this network."
+        )
 
 
 def _renamed_options(
@@ -148,17 +222,36 @@ def _require_network(then: Mapping[str, Mapping[str, Any]], model: nn.Module, pa
 def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: Any) -> Likelihood:
     if given is None:
         if told["ours"]:
-            return likelihood_named(told.get("kind", told["name"]))
-        raise CheckpointError(
-            f"{str(path)!r} has a likelihood with options of yours, {told['name']!r}, and files hold no code. "
-            "Write Laplace.load(..., likelihood=) with the same one."
-        )
+            return _made(told.get("kind", told["name"]), told.get("options", {}), path)
+        raise _missing(path, "a likelihood", told["name"], "likelihood=")
     if (name := likelihood_named(given).described) != told["name"]:
         raise CheckpointError(f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}.")
     return likelihood_named(given)
 
 
-def _inputs(la: Laplace, state: Mapping[str, Any], data: Iterable[Any] | None, path: Any) -> list[Any]:
+def _own_prior(state: Mapping[str, Any], given: Prior, path: Any) -> Prior:
+    """A prior of the user's, if the file has one of that name."""
+    told = state.get(PRIOR, {})
+    if not isinstance(given, Custom) or told.get("called") != given.called:
+        there = f"from_log_density({told['called']})" if "called" in told else "with all of its values"
+        raise CheckpointError(
+            f"{str(path)!r} has its prior {there}, and prior= is {given!r}. prior= is for one of from_log_density; "
+            "leave it out for others, and set la.prior afterwards to change it."
+        )
+    return given
+
+
+def _made(kind: str, options: Mapping[str, Any], path: Any) -> Likelihood:
+    """One of our likelihoods with the options in the file."""
+    try:
+        return LIKELIHOODS[kind](**options)
+    except Exception as error:
+        raise CheckpointError(
+            f"{str(path)!r} is damaged: its likelihood {kind!r} is none of ours ({error})."
+        ) from error
+
+
+def _inputs(runner: Runner, state: Mapping[str, Any], data: Iterable[Any] | None, path: Any) -> list[Any]:
     """The inputs of the kept points, looked up in the data."""
     sizes = [len(vectors) for vectors in state[VECTORS]]
     if data is None:
@@ -166,7 +259,7 @@ def _inputs(la: Laplace, state: Mapping[str, Any], data: Iterable[Any] | None, p
             f"{str(path)!r} is a 'gp' made of {sum(sizes)} inputs of the training data and does not hold them. Write "
             "Laplace.load(..., data=train_loader), with the batches in the order in which it was fitted."
         )
-    batches = training_batches(data, la.model, la._keys, False, "load")
+    batches = runner.batches(data, False, "load")
     found = inputs_at(batches, state[NUMBERS].cpu().split(sizes))
     if found is None or digest_of(found) != state[_DIGEST]:
         raise CheckpointError(

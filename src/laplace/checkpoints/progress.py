@@ -1,35 +1,40 @@
-"""A fit that can be interrupted: its partial sums in a file, written every few batches.
+"""A fit that can be interrupted: its partial sums are written to a file every few batches.
 
-What was read is not in the file, but its digest is: the same call reads it again without running the network, and
-goes on behind it.
+The file does not hold the data that was read, only its digest. The same call reads that data again without running the
+network, and continues after it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from laplace.batches import Batch, Inputs, device_of
-from laplace.checkpoints import container, digests, files
-from laplace.checkpoints.digests import Digest
-from laplace.checkpoints.state import options_of
-from laplace.checks import shown, whole_number
-from laplace.errors import CheckpointError, UnsupportedError
-from laplace.nested import map_tensors
-from laplace.weights import LastLayer, Selection
-
-if TYPE_CHECKING:
-    from laplace.laplace import Laplace
+from laplace.checkpoints import container, files
+from laplace.checks import path_of, shown, whole_number
+from laplace.curvature import Estimator
+from laplace.errors import CheckpointError, InputError, LaplaceError, OptionError, UnsupportedError
+from laplace.inference.runner import Runner
+from laplace.network import digests
+from laplace.network.batches import Batch, Inputs, device_of
+from laplace.network.digests import Digest
+from laplace.network.pytree import map_tensors
+from laplace.posterior import schema
+from laplace.weights import FoundLastLayer, Selection, Subnetwork
 
 KIND = "fit in progress"
+_SUMS = {"grams": Mapping, "others": Mapping, "generators": Mapping, "like": Tensor, "_before": Mapping,
+         "data": Mapping, "_n_before": int, "n_data": int, "n_outputs": int, "_readings": int, "_compared": bool,
+         "_together": bool, "_counting": bool, "_forms": (list, tuple)}  # fmt: skip
 
 
 class Progress:
-    """Where a run over the data is, and the file that knows it."""
+    """How far a run over the data has come, and the file that stores it."""
 
     def __init__(
         self,
@@ -41,32 +46,61 @@ class Progress:
     ) -> None:
         self.path, self.every, self.settings, self.network = Path(path), every, settings, network
         self.device = device
-        self._skip, self._expected = 0, ""  # batches that are in the sums, and their digest
+        self._skip, self._expected = 0, ""  # how many batches are in the sums already, and their digest
         self.restart()
 
     def restart(self) -> None:
-        """Before a run over the data: nothing is in the sums."""
+        """Begin a run over the data: nothing is in the sums."""
         self._skip = self._since = 0
         self._digest = Digest()
 
     def resumed(self) -> dict[str, Any] | None:
-        """What the fit goes on from, where there is a file; refused where it is of another fit."""
+        """Return the state to continue from, if there is a file. Refuse a file of another fit."""
         if not self.path.exists():
             return None
         contents = container.read(self.path, KIND)
+        with self.trusting():
+            return self._resumed_from(contents)
+
+    @contextmanager
+    def trusting(self) -> Iterator[None]:
+        """Turn errors into a CheckpointError while values from the file are used."""
+        try:
+            yield
+        except (InputError, OptionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"checkpoint={str(self.path)!r} is damaged: {error} Remove it to start anew."
+            ) from error
+        except LaplaceError:
+            raise
+        except Exception as error:  # a file that was made by hand
+            raise CheckpointError(
+                f"checkpoint={str(self.path)!r} is damaged: its contents do not fit together ({error!r}). Remove it to "
+                "start anew."
+            ) from error
+
+    def _resumed_from(self, contents: Any) -> dict[str, Any]:
+        kinds = {"settings": Mapping, "network": Mapping, "batches": int, "digest": str, "sums": Mapping}
+        schema.require_keys(contents, kinds, "the file")
         then = contents["settings"]
         pairs = ((key, then.get(key), now) for key, now in self.settings.items())
         said = [f"{key} ({shown(old)} there, {shown(new)} here)" for key, old, new in pairs if old != new]
         if differ := digests.listed(said) or digests.differing(contents["network"], self.network):
             raise CheckpointError(
-                f"checkpoint={str(self.path)!r} is of another fit: {differ}. Give another path, or remove the file to "
-                "start anew."
+                f"checkpoint={str(self.path)!r} belongs to another fit: {differ}. Give another path, or remove the "
+                "file to start anew."
             )
+        schema.require_keys(contents["sums"], _SUMS, "its sums")
         self._skip, self._expected = contents["batches"], contents["digest"]
         return map_tensors(contents["sums"], lambda t: t.clone().to(self.device))
 
     def unread(self, batches: Iterable[Batch], run: Callable[[Inputs], Any]) -> Iterator[Batch]:
-        """The batches that are not in the sums; of the others only the first is run, as the first of a fit is."""
+        """Yield the batches that are not in the sums.
+
+        Of the others only the first is run, because a fit learns about the network from its first batch.
+        """
         skipped = 0
         for batch in batches:
             if batch.index < self._skip:
@@ -80,7 +114,7 @@ class Progress:
         self._check()
 
     def counted(self, batches: Sequence[Batch], sums: Callable[[], dict[str, Any]]) -> None:
-        """Note that these are in the sums now, and write those if it is time."""
+        """Record that these batches are in the sums now, and write the file if it is time."""
         for batch in batches:
             self._digest.add(*batch.tensors())
         self._since += len(batches)
@@ -91,42 +125,43 @@ class Progress:
             container.write(self.path, KIND, contents)
 
     def remove(self) -> None:
-        """At the end of the fit."""
+        """Remove the file at the end of the fit."""
         files.remove(self.path)
 
     def _check(self) -> None:
-        """Refuse other data than was read before; once, behind it."""
+        """Refuse data that differs from what was read before. Checked once, after that data."""
         if self._skip and self._digest.hex() != self._expected:
             raise CheckpointError(
-                f"checkpoint={str(self.path)!r} is of other data: its first {self._skip} batches are not those of this "
-                "loader. Give the same batches in the same order (shuffle=False, or a seeded generator of the "
-                "loader's), or remove the file to start anew."
+                f"checkpoint={str(self.path)!r} belongs to other data: its first {self._skip} batches are not those of "
+                "this loader. Give the same batches in the same order (shuffle=False, or a DataLoader with a seeded "
+                "generator), or remove the file to start anew."
             )
         self._skip = 0
 
 
 def progress_of(
-    la: Laplace,
-    weights: LastLayer | Selection,
-    curvature: str,
+    runner: Runner,
+    weights: FoundLastLayer | Selection,
+    curvature: Estimator,
     generator: torch.Generator | None,
     path: str | os.PathLike[str],
     every: int,
 ) -> Progress:
-    """The progress of a fit, with all that must be the same for it to go on."""
-    every = whole_number(every, "every")
-    if la.structure.functional:
+    """Return the progress of a fit, with everything that must be equal for it to continue."""
+    path, every = path_of(path, "checkpoint"), whole_number(every, "every")
+    spec = runner.spec
+    if spec.structure.functional:
         raise UnsupportedError(
-            "checkpoint=: hessian_structure='gp' draws points of the data, and files hold no data. Fit it without, or "
+            "checkpoint=: hessian_structure='gp' keeps points of the data, and files hold no data. Leave it out, or "
             "take hessian_structure='kron', 'diag' or 'full'."
         )
     layout = weights.layout
-    settings = options_of(la) | {
-        "curvature": curvature,
-        "curvature_samples": la.curvature_samples,
+    indices = spec.weights.indices if isinstance(spec.weights, Subnetwork) else None
+    settings = spec.described(curvature.name) | {
+        "curvature_samples": curvature.vectors,
         "last_layer": weights.module,
         "weights": [[name, *shape] for name, shape in zip(layout.names, layout.shapes, strict=True)],
-        "indices": None if la.subnetwork_indices is None else Digest().add(la.subnetwork_indices).hex(),
+        "indices": None if indices is None else Digest().add(indices).hex(),
         "generator": None if generator is None else Digest().add(generator.get_state()).hex(),
     }
-    return Progress(path, every, settings, digests.of_network(la.model), device_of(la.model))
+    return Progress(path, every, settings, digests.of_network(runner.model), device_of(runner.model))

@@ -1,58 +1,68 @@
 """A fitted posterior as a flat dict of tensors, numbers and strings, loadable with `torch.load(weights_only=True)`.
 
-It holds sums over the data, never the data, unless the posterior is made of points of it and the user asks for them.
+It holds sums over the data, never the data. The exception is a posterior made of data points, if the user asks for
+them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.batches import Batch, Inputs
-from laplace.curved_prior import CurvedPrior, Earlier
-from laplace.errors import InputError, LaplaceError, UnsupportedError
-from laplace.functional.points import Points
-from laplace.posterior import Fit
-from laplace.prior import Prior
-from laplace.replica import plain_name, unwrap
+from laplace.checks import choice, positive
+from laplace.errors import InputError, LaplaceError, NumericalError, UnsupportedError
+from laplace.inference.runner import Runner
+from laplace.inference.source import Fitted
+from laplace.network.batches import Batch, Inputs
+from laplace.network.replica import plain_name, unwrap
+from laplace.posterior import schema
+from laplace.posterior.posterior import Fit, Posterior
+from laplace.posterior.task_prior import CurvedPrior, Earlier
+from laplace.priors import PRIORS, Prior
+from laplace.priors.custom import Custom
+from laplace.priors.gaussian import GaussianPrior
+from laplace.spec import Spec
 from laplace.structures import Sums
-from laplace.weights import LastLayer, Layout, Selection
-
-if TYPE_CHECKING:
-    from laplace.laplace import Laplace
+from laplace.structures.functional.points import Points
+from laplace.weights import FoundLastLayer, LastLayer, Layout, Selection, Subnetwork
+from laplace.weights.last_layer import REDUCTIONS
 
 _OPTIONS = ("likelihood", "structure", "curvature", "subset_of_weights")
 _NEEDED = ("names", "shapes", "mean", "n_data", "n_outputs", "linear", "last_layer", "feature_reduction",
-           "prior_precision", "prior_mean", "sigma_noise", "temperature")  # fmt: skip
+           "sigma_noise", "temperature")  # fmt: skip
 _DATA = "data/"
-SUMS, INDEX, EARLIER = "sums/", "index/", "earlier/"  # what follows begins with a parameter's name, or is one
+PRIOR = "prior"
+SUMS, INDEX, EARLIER = "sums/", "index/", "earlier/"  # followed by a parameter's name, or by a key that begins with one
 INPUTS, VECTORS, NUMBERS = "points/inputs", "points/vectors", "points/numbers"
 
 
-def state_dict(la: Laplace, with_data: bool = False) -> dict[str, Any]:
-    """Everything that prediction, evidence and further fitting need."""
+def state_dict(la: Fitted, with_data: bool = False) -> dict[str, Any]:
+    """Return everything that prediction, evidence and further fitting need.
+
+    With `with_data`, the state holds the inputs of kept points too.
+    """
     points = la.posterior.fit.points
     if points is None:
         return state_without_inputs(la)
     if not with_data:
         raise UnsupportedError(
-            f"hessian_structure='gp' predicts from {len(points)} inputs of the training data, and its state holds "
-            "them. Write state_dict(with_data=True) if it may, la.save(path), whose file is loaded with the data, or "
-            "functional_approximation='nystrom', which keeps none."
+            f"hessian_structure='gp' predicts from {len(points)} inputs of the training data, and its state would hold "
+            "them. To allow that, write state_dict(with_data=True). To keep them out, write la.save(path) and load the "
+            "file with the data, or take functional_approximation='nystrom', which keeps no inputs."
         )
     return state_without_inputs(la) | {INPUTS: [_plain(part.inputs.x) for part in points.parts]}
 
 
-def state_without_inputs(la: Laplace) -> dict[str, Any]:
-    """The same without the inputs of the kept points, where there are any; their numbers in the data are there."""
-    fit, weights = la.posterior.fit, la._weights
+def state_without_inputs(la: Fitted) -> dict[str, Any]:
+    """Return the state without the inputs of kept points. Their numbers in the data are included."""
+    posterior, weights, spec = la.posterior, la.runner.weights, la.runner.spec
+    fit, prior = posterior.fit, posterior.prior
     assert weights is not None
-    state: dict[str, Any] = options_of(la) | {
+    state: dict[str, Any] = spec.described(fit.kind) | {
         "names": list(fit.layout.names),
         "shapes": [list(shape) for shape in fit.layout.tensor_shapes],
         "last_layer": weights.module,
@@ -61,13 +71,12 @@ def state_without_inputs(la: Laplace) -> dict[str, Any]:
         "n_data": fit.n_data,
         "n_outputs": fit.n_outputs,
         "linear": fit.linear,
-        "prior_precision": la.prior_precision.detach().clone(),
-        "prior_mean": la.prior_mean.detach().clone(),
-        "sigma_noise": la.sigma_noise.detach().clone(),
-        "temperature": la.temperature,
+        **_prior_state(prior, fit.layout),
+        "sigma_noise": fit.likelihood.noise_at(posterior.sigma).detach().clone(),
+        "temperature": posterior.temperature,
     }
-    if la.subnetwork_indices is not None:
-        state["subnetwork_indices"] = la.subnetwork_indices
+    if isinstance(spec.weights, Subnetwork):
+        state["subnetwork_indices"] = spec.weights.indices.clone()
     named = zip(fit.layout.names, fit.layout.parts, strict=True)
     state.update({INDEX + name: part.index.clone() for name, part in named if part is not None})
     state.update({SUMS + key: value.clone() for key, value in fit.sums.items()})
@@ -77,92 +86,176 @@ def state_without_inputs(la: Laplace) -> dict[str, Any]:
         state[NUMBERS] = fit.points.numbers.clone()
     if not fit.structure.semidefinite:
         state["semidefinite"] = False
-    if isinstance(la.prior, CurvedPrior):
-        state["n_earlier"] = la.prior.n_data
-        state.update({EARLIER + key: value.clone() for key, value in la.prior.earlier.fit.sums.items()})
+    if isinstance(prior, CurvedPrior):
+        state["n_earlier"] = prior.n_data
+        state.update({EARLIER + key: value.clone() for key, value in prior.earlier.fit.sums.items()})
     return state
 
 
-def load_state_dict(la: Laplace, state: Mapping[str, Any]) -> None:
-    """Put a saved posterior onto `la`; nothing changes where it does not fit."""
+def _prior_state(prior: Prior, layout: Layout) -> dict[str, Any]:
+    if isinstance(prior, GaussianPrior):
+        return {"prior_precision": prior.precision.detach().clone(), "prior_mean": prior.mean.detach().clone()}
+    return {PRIOR: prior.state(layout)}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The contents of a state, checked against the network: a posterior, and the weights that it is over.
+
+    Attributes:
+        fit: The sums over the data.
+        weights: Where the uncertain weights are in the network.
+        prior: The prior over the weights, with the curvature of earlier tasks.
+        sigma_noise: One number, or one per output.
+        temperature: The temperature of the likelihood.
+    """
+
+    fit: Fit
+    weights: FoundLastLayer | Selection
+    prior: Prior
+    sigma_noise: Tensor
+    temperature: float
+
+
+def restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restored:
+    """Return the posterior that a state holds, for the network and options of `runner`.
+
+    The prior `given` has the function of a state with a prior of `from_log_density`.
+    """
     try:
-        _load(la, state)
+        return _restored(runner, state, given)
     except LaplaceError:
         raise
     except Exception as error:  # a state that was made by hand
-        raise InputError(f"the state is damaged: what it says fits nowhere ({error!r}).") from error
+        raise InputError(f"the state is damaged: its contents do not fit together ({error!r}).") from error
 
 
-def _load(la: Laplace, state: Mapping[str, Any]) -> None:
+def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restored:
     if not isinstance(state, Mapping):
-        raise InputError(f"a state is a mapping, as state_dict() gives it; this is a {type(state).__name__}.")
-    missing = [key for key in (*_NEEDED, *_OPTIONS) if key not in state]
+        raise InputError(f"the state is a {type(state).__name__}; a mapping is needed, as state_dict() returns it.")
+    of_prior = (PRIOR,) if PRIOR in state else ("prior_precision", "prior_mean")
+    missing = [key for key in (*_NEEDED, *of_prior, *_OPTIONS) if key not in state]
     if missing:
-        raise InputError(f"this is no state of a Laplace posterior: {', '.join(missing)} missing.")
-    for key, here in options_of(la).items():
-        if state.get(key, here) != here and not (key == "curvature" and la._may_have_chosen(state[key])):
+        raise InputError(f"this is not the state of a Laplace posterior: {', '.join(missing)} missing.")
+    spec = runner.spec
+    chosen = spec.curvature is None and state["curvature"] in ("ggn", "sketch")  # a fit may choose either by itself
+    for key, here in spec.described(state["curvature"] if chosen else spec.estimator.name).items():
+        if state.get(key, here) != here:
             raise InputError(
-                f"the state has {key}={state[key]!r}, this object {here!r}. Make it with the same options."
+                f"the state has {key}={state[key]!r}, this object has {here!r}. Make it with the same options."
             )
+    schema.require_words(state)
     layout = _layout(state)
-    parameters = {plain_name(name): p for name, p in unwrap(la.model).named_parameters()}
-    for name, shape, part in zip(layout.names, layout.tensor_shapes, layout.parts, strict=True):
+    schema.require_indices(layout)
+    parameters = {plain_name(name): p for name, p in unwrap(runner.model).named_parameters()}
+    for name, shape in zip(layout.names, layout.tensor_shapes, strict=True):
         found = tuple(parameters[name].shape) if name in parameters else None
         if found != shape:
             raise InputError(f"the state has a parameter {name!r} of shape {shape}; the network's is {found}.")
-        if part is not None and not 0 <= int(part.index.min()) <= int(part.index.max()) < math.prod(shape):
-            raise InputError(f"the state is damaged: it has indices outside the parameter {name!r} of shape {shape}.")
-    here, saved = la.subnetwork_indices, state.get("subnetwork_indices")
+    here = spec.weights.indices if isinstance(spec.weights, Subnetwork) else None
+    saved = state.get("subnetwork_indices")
     if here is not None and (saved is None or not torch.equal(here, saved.to(here))):
-        raise InputError("the state is of another subnetwork: its subnetwork_indices are not those of this object.")
+        raise InputError(
+            "the state belongs to another subnetwork: its subnetwork_indices are not those of this object."
+        )
     sums, data, earlier = (_sums(state, prefix) for prefix in (SUMS, _DATA, EARLIER))
     mean: Tensor = state["mean"].clone()
     dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
     if dtypes != {mean.dtype}:
-        raise InputError(f"the state is of a network in {mean.dtype}; this one's posterior would be in {dtypes.pop()}.")
+        raise InputError(f"the state belongs to a network in {mean.dtype}; here it would be in {dtypes.pop()}.")
     counts = (state["n_data"], state["n_outputs"], state["linear"])
     structure, points = (
-        la.structure if state.get("semidefinite", True) else la.structure.indefinite(),
-        _points(la, state),
+        spec.structure if state.get("semidefinite", True) else spec.structure.indefinite(),
+        _points(spec, state),
     )
-    fit = Fit(structure, la.likelihood, state["curvature"], layout, mean, sums, data, *counts, points=points)
-    _require_numbers(fit)
-    try:
-        _ = fit.curvature, layout.split(mean)
-    except (KeyError, RuntimeError) as error:
-        raise InputError(f"the state is damaged: its sums or its mean do not fit its parameters ({error}).") from error
-    prior = Prior.of(state["prior_precision"], state["prior_mean"])
+    fit = Fit(structure, spec.likelihood, state["curvature"], layout, mean, sums, data, *counts, points=points)
+    if mean.shape != (layout.n_params,):
+        raise InputError(
+            f"the state is damaged: its mean has shape {tuple(mean.shape)}; its parameters are {layout.n_params} "
+            "weights."
+        )
+    schema.require_sums(fit, sums)
+    prior = _prior(state, layout, given)
     if earlier:
+        if not isinstance(prior, GaussianPrior):
+            raise InputError("the state is damaged: it has sums of earlier tasks, and a prior that goes with none.")
+        if "n_earlier" not in state:
+            raise InputError("the state is damaged: it has sums of earlier tasks, and n_earlier is missing.")
+        schema.require_same_form(sums, earlier)
+        schema.require_sums(fit, earlier)
         before = replace(fit, mean=prior.mean, sums=earlier, data={}, n_data=state["n_earlier"])
         prior = CurvedPrior(prior.precision, prior.mean, Earlier(before))
-    prior.check(layout, la.structure.prior_structures)
-    _require_whole(fit)
-    last = state["last_layer"]
-    la._restore(
-        fit,
-        Selection(layout) if last is None else LastLayer(last, layout, state["feature_reduction"]),
-        prior,
-        state["sigma_noise"],
-        state["temperature"],
-    )
+    prior.check(layout, spec.structure.takes)
+    weights = _weights(runner, layout, state)
+    level = spec.likelihood.with_noise(positive(state["sigma_noise"], "sigma_noise"))[1]
+    _require_usable(Posterior(fit, prior, level, float(state["temperature"])))
+    return Restored(fit, weights, prior, state["sigma_noise"], state["temperature"])
 
 
-def _require_numbers(fit: Fit) -> None:
-    """Refuse sums and counts that are no numbers."""
-    bad = [key for key, value in (fit.sums | fit.data).items() if not value.isfinite().all()]
-    if bad:
-        raise InputError(f"the state is damaged: {bad[0]} holds NaN or infinite values.")
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (fit.n_data, fit.n_outputs)):
-        raise InputError(f"the state is damaged: {fit.n_data!r} examples of {fit.n_outputs!r} outputs.")
+def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
+    """The prior of a state; of one that has only its hyperparameters, with the function of the prior given."""
+    if PRIOR not in state:
+        return GaussianPrior.of(state["prior_precision"], state["prior_mean"])
+    told = state[PRIOR]
+    if not isinstance(told, Mapping) or not isinstance(kind := told.get("kind"), str):
+        raise InputError("the state is damaged: its prior has no kind.")
+    if kind != Custom.name:
+        if kind not in PRIORS:
+            raise InputError(f"the state is damaged: its prior is {kind!r}; known are {', '.join(map(repr, PRIORS))}.")
+        return PRIORS[kind].from_state(told, layout)
+    if not isinstance(given, Custom) or given.called != told["called"]:
+        raise InputError(
+            f"the state has a prior of yours, from_log_density({told['called']}), and states hold no code. Give the "
+            "same one: Laplace(..., prior=), or Laplace.load(..., prior=)."
+        )
+    return given.with_hyperparameters(**told["hyperparameters"])
 
 
-def _require_whole(fit: Fit) -> None:
-    """Refuse sums that are not those of these weights."""
-    if fit.structure.semidefinite and not fit.structure.functional:
-        one = torch.ones((), dtype=fit.mean.dtype, device=fit.mean.device)
-        blocks = Prior.of(1.0, 0.0).blocks(fit.layout, fit.mean)
-        if fit.curvature.gaussian(one, blocks).marginal_variances().shape != fit.mean.shape:
-            raise InputError("the state is damaged: its sums are of other weights.")
+def _weights(runner: Runner, layout: Layout, state: Mapping[str, Any]) -> FoundLastLayer | Selection:
+    """Return the weights that the state is over. Refuse other weights than this object's."""
+    last, reduction = state["last_layer"], state["feature_reduction"]
+    subset = runner.spec.weights
+    whole = state["curvature"] == "ef"  # with several positions, its scores are taken through the whole network
+    if isinstance(subset, LastLayer) != (last is not None) and not (last is None and whole):
+        needed = "the name of a layer" if last is None else "None"
+        raise InputError(
+            f"the state is damaged: last_layer is {last!r} with subset_of_weights={subset.label!r}; needed: {needed}."
+        )
+    if last is None:
+        return Selection(layout)
+    if reduction is not None:
+        choice(reduction, REDUCTIONS, "feature_reduction of the state")
+    weights = FoundLastLayer(last, layout, reduction)
+    there = {id(p) for p in unwrap(runner.model).get_submodule(last).parameters(recurse=False)}
+    parameters = {plain_name(name): p for name, p in unwrap(runner.model).named_parameters()}
+    if any(id(parameters[name]) not in there for name in layout.names):
+        raise InputError(f"the state is damaged: {', '.join(layout.names)} are not in its last layer {last!r}.")
+    weights.tensors(runner.model)
+    return weights
+
+
+def _require_usable(posterior: Posterior) -> None:
+    """Refuse a posterior without evidence, variances or draws, by computing them."""
+    fit, structure = posterior.fit, posterior.fit.structure
+    try:
+        evidence, p = posterior.log_evidence, fit.layout.n_params
+        whole = evidence.shape == ()
+        if not structure.functional:
+            gaussian = posterior.gaussian
+            noise = torch.zeros(1, p, dtype=fit.mean.dtype, device=fit.mean.device)
+            whole = whole and gaussian.marginal_variances().shape == (p,) and gaussian.color(noise).shape == (1, p)
+    except NumericalError as error:
+        if not structure.semidefinite:
+            return  # after subtracting data, it may take another prior to be positive definite
+        raise InputError(f"the state is damaged: it has no posterior ({error}).") from error
+    except LaplaceError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the state is damaged: its sums or its mean do not fit its parameters ({error!r})."
+        ) from error
+    if not whole:
+        raise InputError("the state is damaged: its sums belong to other weights.")
 
 
 def _layout(state: Mapping[str, Any]) -> Layout:
@@ -171,21 +264,24 @@ def _layout(state: Mapping[str, Any]) -> Layout:
     return Layout.of_parts(names, shapes, [None if index is None else index.clone() for index in indices])
 
 
-def _points(la: Laplace, state: Mapping[str, Any]) -> Points | None:
-    """The kept points, where there are some."""
-    if not la.structure.keeps_points:
+def _points(spec: Spec, state: Mapping[str, Any]) -> Points | None:
+    """Return the kept points, if the structure keeps any."""
+    if not spec.structure.keeps_points:
         return None
     missing = [key for key in (INPUTS, VECTORS, NUMBERS) if key not in state]
     if missing:
         raise InputError(f"the state is damaged: a 'gp' predicts from points of the data, and {missing[0]} is missing.")
+    schema.require_points(state[VECTORS], state[INPUTS], state[NUMBERS], state["n_outputs"])
     pairs = enumerate(zip(state[INPUTS], state[VECTORS], strict=True))
-    keys = la._keys
+    keys = spec.keys
     parts = [Batch(i, Inputs(_plain(x), keys=keys, pairs=keys.pairs), y.clone()) for i, (x, y) in pairs]
+    if any(part.inputs.size != len(part.y) for part in parts):
+        raise InputError("the state is damaged: points/inputs and points/vectors have different lengths.")
     return Points(parts, state[NUMBERS].clone())
 
 
 def _plain(x: Any) -> Any:
-    """Inputs in containers that `torch.load(weights_only=True)` knows, their tensors copied."""
+    """Return inputs in containers that `torch.load(weights_only=True)` accepts, with copied tensors."""
     if isinstance(x, Mapping):
         return {key: _plain(value) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
@@ -194,15 +290,8 @@ def _plain(x: Any) -> Any:
 
 
 def _sums(state: Mapping[str, Any], prefix: str) -> Sums:
-    return {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
-
-
-def options_of(la: Laplace) -> dict[str, Any]:
-    """What must be equal for two posteriors to be of one kind."""
-    return {
-        "likelihood": la.likelihood.described,
-        "structure": la.structure.described,
-        "curvature": la.curvature,
-        "subset_of_weights": la._subset.label,
-        "class_dim": la.class_dim,
-    }
+    found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    for key, value in found.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"the state is damaged: {prefix}{key} is a {type(value).__name__}; needed: a tensor.")
+    return {key: value.clone() for key, value in found.items()}

@@ -1,22 +1,16 @@
-"""Which vectors are sent back from the outputs: one function per kind of curvature."""
+"""Which curvature: the vectors that are sent back from the outputs. One estimator per file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
-from laplace.curvature.ef import ef
-from laplace.curvature.ggn import ggn
-from laplace.curvature.mc import mc
-from laplace.curvature.output import OutputCurvature
-from laplace.curvature.sketch import sketch
+from laplace.curvature.base import Drawn, Estimator
+from laplace.curvature.ef import EF
+from laplace.curvature.ggn import GGN, Hessian
+from laplace.curvature.mc import MC
+from laplace.curvature.sketch import Sketch
+from laplace.linalg.output_curvature import OutputCurvature
 
-CURVATURES: Final[dict[str, Callable[..., OutputCurvature]]] = {
-    "ggn": ggn,
-    "sketch": sketch,
-    "mc": mc,
-    "ef": ef,
-    "hessian": ggn,  # of the outputs; of the weights it is another matter: hessian.py
-}
+CURVATURES: Final[dict[str, type[Estimator]]] = {made.name: made for made in (GGN, Sketch, MC, EF, Hessian)}
 
-__all__ = ["CURVATURES", "OutputCurvature"]
+__all__ = ["CURVATURES", "EF", "GGN", "MC", "Drawn", "Estimator", "Hessian", "OutputCurvature", "Sketch"]

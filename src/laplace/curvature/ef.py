@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from laplace.curvature.output import OutputCurvature
+from laplace.curvature.base import Estimator
 from laplace.likelihoods.base import Likelihood
+from laplace.linalg.output_curvature import OutputCurvature
 
 
-def ef(
-    likelihood: Likelihood, f: Tensor, y: Tensor, samples: int, generator: torch.Generator | None
-) -> OutputCurvature:
-    """The outer product of each example's own score."""
-    return OutputCurvature(vectors=likelihood.score(f, y).unsqueeze(0), together=True)
+class EF(Estimator):
+    """The outer product of each example's own score. Sends back one vector per example."""
+
+    name: ClassVar[str] = "ef"
+
+    def __call__(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> OutputCurvature:
+        return OutputCurvature(vectors=likelihood.score(f, y).unsqueeze(0), together=True)

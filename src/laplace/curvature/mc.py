@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from laplace.curvature.output import OutputCurvature
+from laplace.curvature.base import Drawn
 from laplace.likelihoods.base import Likelihood
+from laplace.linalg.output_curvature import OutputCurvature
 
 
-def mc(
-    likelihood: Likelihood, f: Tensor, y: Tensor, samples: int, generator: torch.Generator | None
-) -> OutputCurvature:
+class MC(Drawn):
     """The mean over `samples` drawn labels of the score's outer product."""
-    return OutputCurvature(vectors=likelihood.drawn_scores(f, y, samples, generator) * samples**-0.5, together=True)
+
+    name: ClassVar[str] = "mc"
+
+    def __call__(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> OutputCurvature:
+        scores = likelihood.drawn_scores(f, y, self.samples, generator)
+        return OutputCurvature(vectors=scores * self.samples**-0.5, together=True)

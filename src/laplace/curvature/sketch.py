@@ -6,17 +6,24 @@ predicted one.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from laplace.curvature.output import OutputCurvature
-from laplace.draws import signs
+from laplace.curvature.base import Drawn
 from laplace.likelihoods.base import Likelihood
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.sampling import signs
 
 
-def sketch(
-    likelihood: Likelihood, f: Tensor, y: Tensor, samples: int, generator: torch.Generator | None
-) -> OutputCurvature:
+class Sketch(Drawn):
     """The mean over `samples` sketches of v v^T."""
-    eps = signs(f.shape[0], samples, f.shape[1], f, generator)
-    return OutputCurvature(vectors=likelihood.root_times(f, eps, y) * samples**-0.5, together=True)
+
+    name: ClassVar[str] = "sketch"
+
+    def __call__(
+        self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> OutputCurvature:
+        eps = signs(f.shape[0], self.samples, f.shape[1], f, generator)
+        return OutputCurvature(vectors=likelihood.root_times(f, eps, y) * self.samples**-0.5, together=True)

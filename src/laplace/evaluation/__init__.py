@@ -1,4 +1,4 @@
-"""Scores and figures of predictive distributions. The figures need the extra `plots`."""
+"""Scores and figures for predictive distributions. The figures need the extra `plots`."""
 
 from laplace.evaluation.metrics import (
     Reliability,

@@ -1,7 +1,7 @@
-"""Two figures: is a classifier's confidence earned, and what does a regressor not know.
+"""Two figures: whether a classifier's confidence is justified, and where a regressor is uncertain.
 
-Each returns a `matplotlib.figure.Figure` to be saved or shown; no global state of matplotlib is touched, no display
-is needed. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+Each returns a `matplotlib.figure.Figure` to save or show. No global state of matplotlib is changed, and no display is
+needed. The colours are Okabe and Ito's, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from laplace.checks import shown
 from laplace.errors import InputError
+from laplace.evaluation.arrays import Values, real_of, tensor_of
 from laplace.evaluation.metrics import Reliability
 
 if TYPE_CHECKING:
@@ -26,26 +26,28 @@ COLOURS = (VERMILION, BLUE, GREEN, PURPLE)
 
 
 def reliability_diagram(models: Mapping[str, Reliability], title: str | None = None) -> Figure:
-    """One panel per model: the accuracy in each bin of confidence against perfect calibration, and the bins' sizes.
+    """Plot accuracy against confidence, one panel per model, with a histogram of the confidences below.
 
-    A dot's area follows the share of examples that fall in its bin, and the thin bar is the 95 % Wilson interval of
-    the accuracy, wide where the bin holds few. The shaded gap to the diagonal, weighted by those shares, is the ECE.
+    The area of a dot shows the share of examples in its bin. The thin bar is the 95 % Wilson interval of the accuracy;
+    it is wide if the bin holds few examples. The shaded gap to the diagonal, weighted by those shares, is the ECE.
 
         reliability_diagram({"MAP": reliability(p_map, y), "Laplace": reliability(p_la, y)}).savefig("reliability.png")
 
     Args:
-        models: from a name to what `reliability(probs, y)` returned.
-        title: above all panels.
+        models: Maps the name of each model to what `reliability(probs, y)` returned.
+        title: Title above all panels.
 
     Returns:
-        A figure of matplotlib's.
+        A matplotlib figure.
 
     Raises:
-        InputError: no model.
-        ImportError: matplotlib is not there.
+        InputError: there is no model, or a value is not a `Reliability`.
+        ImportError: matplotlib is not installed.
     """
-    if not models:
-        raise InputError("no model to draw: pass a mapping from a name to what reliability(probs, y) returns.")
+    named = isinstance(models, Mapping) and all(isinstance(bins, Reliability) for bins in models.values())
+    if not models or not named:
+        came = "" if named else f", not {shown(models)}"
+        raise InputError(f"no model to draw: pass a mapping from a name to what reliability(probs, y) returns{came}.")
     figure = _figure(width=0.6 + 3.7 * len(models), height=5.2)
     grid = figure.add_gridspec(
         2, len(models), height_ratios=(4, 1), hspace=0.08, wspace=0.12, left=0.62 / figure.get_figwidth(), right=0.985
@@ -59,7 +61,7 @@ def reliability_diagram(models: Mapping[str, Reliability], title: str | None = N
         _draw_calibration(calibration, bins, colour)
         _draw_histogram(histogram, bins, colour)
         histogram.set_ylim(0, 1.1 * largest_share)
-        calibration.set_title(name, loc="left", color=colour, fontweight="bold", fontsize=12, pad=7)
+        calibration.set_title(str(name), loc="left", color=colour, fontweight="bold", fontsize=12, pad=7)
         calibration.set_title(f"ECE {100 * bins.ece:.1f} %", loc="right", color=INK, fontsize=10.5, pad=7)
         if column == 0:
             calibration.set_ylabel("accuracy", color=INK)
@@ -73,51 +75,55 @@ def reliability_diagram(models: Mapping[str, Reliability], title: str | None = N
 
 
 def regression_band(
-    x: Tensor,  # (N,)
-    mean: Tensor,  # (N,)
-    epistemic: Tensor,  # (N,) standard deviation of the network's output
-    noise: Tensor | float,  # () or (N,) standard deviation of the observations around it
-    data: tuple[Tensor, Tensor] | None = None,  # (M,), (M,)
-    truth: Tensor | None = None,  # (N,) the function that the data came from, where it is known
+    x: Values,  # (N,)
+    mean: Values,  # (N,)
+    epistemic: Values,  # (N,) standard deviation of the network's output
+    noise: Values,  # () or (N,) standard deviation of the observations around it
+    data: tuple[Values, Values] | None = None,  # (M,), (M,)
+    truth: Values | None = None,  # (N,) the function that the data came from, if it is known
     title: str | None = None,
 ) -> Figure:
-    """The prediction over x within two standard deviations, and underneath it the two uncertainties apart.
+    """Plot the prediction over x with bands of two standard deviations, and the two uncertainties separately below.
 
-    The inner band is what the network does not know and more data would teach it; the outer band adds the noise,
+    The inner band is what the network does not know, and more data would reduce it. The outer band adds the noise,
     which no amount of data removes: total variance = epistemic variance + noise variance.
 
     Args:
-        x: inputs, (N,).
-        mean: predictions, (N,).
-        epistemic: standard deviations of the network's output, (N,).
-        noise: standard deviation of the observations around it, a number or (N,).
-        data: inputs and targets that were seen, (M,) each.
-        truth: the function that the data came from, where it is known, (N,).
-        title: above the figure.
+        x: Inputs, (N,).
+        mean: Predictions, (N,).
+        epistemic: Standard deviations of the network's output, (N,).
+        noise: Standard deviation of the observations around the output, a number or (N,).
+        data: Inputs and targets of the training data, (M,) each.
+        truth: The function that the data came from, if it is known, (N,).
+        title: Title above the figure.
 
     Returns:
-        A figure of matplotlib's.
+        A matplotlib figure.
 
     Raises:
-        InputError: lengths that differ.
-        ImportError: matplotlib is not there.
+        InputError: lengths differ, standard deviations are negative, or values are not finite.
+        ImportError: matplotlib is not installed.
     """
     grid_x = _vector(x, "x")
     order = np.argsort(grid_x)
-    columns = {"mean": mean, "epistemic": epistemic, "noise": torch.as_tensor(noise).expand(len(grid_x))}
+    noise = real_of(noise, "noise")
+    columns = {"mean": mean, "epistemic": epistemic, "noise": noise.expand(len(grid_x)) if noise.dim() == 0 else noise}
     if truth is not None:
         columns["truth"] = truth
     curves = {name: _vector(values, name) for name, values in columns.items()}
     for name, values in curves.items():
         if len(values) != len(grid_x):
             raise InputError(f"{name} has {len(values)} values for {len(grid_x)} values of x.")
+        if name in ("epistemic", "noise") and values.min() < 0:
+            raise InputError(f"{name} is a standard deviation, and {values.min():.3g} is negative.")
+    points = None if data is None else _points(data)
     curves = {name: values[order] for name, values in curves.items()}
     figure = _figure(width=7.6, height=5.4)
     grid = figure.add_gridspec(2, 1, height_ratios=(3.4, 1), hspace=0.1)
     grid.update(left=0.085, right=0.83, bottom=0.095, top=0.9 if title else 0.97)
     band = figure.add_subplot(grid[0])
     apart = figure.add_subplot(grid[1], sharex=band)
-    _draw_band(band, grid_x[order], curves, data)
+    _draw_band(band, grid_x[order], curves, points)
     _draw_deviations(apart, grid_x[order], curves)
     if title:
         band.set_title(title, loc="left", color=INK, fontsize=12.5, pad=10)
@@ -155,7 +161,7 @@ def _draw_band(
     axes: Axes,
     x: np.ndarray,
     curves: dict[str, np.ndarray],
-    data: tuple[Tensor, Tensor] | None,
+    data: tuple[np.ndarray, np.ndarray] | None,
 ) -> None:
     mean, epistemic = curves["mean"], curves["epistemic"]
     total = np.hypot(epistemic, curves["noise"])
@@ -173,8 +179,7 @@ def _draw_band(
         axes.plot(x, curves["truth"], color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
         labels.append((curves["truth"][-1], "truth", INK))
     if data is not None:
-        at, y = _vector(data[0], "data[0]"), _vector(data[1], "data[1]")
-        axes.scatter(at, y, s=13, color=INK, edgecolor="white", linewidth=0.4, alpha=0.9, zorder=5)
+        axes.scatter(*data, s=13, color=INK, edgecolor="white", linewidth=0.4, alpha=0.9, zorder=5)
     axes.set_xlim(x[0], x[-1])
     axes.tick_params(labelbottom=False)
     axes.set_ylabel("y", color=INK)
@@ -194,7 +199,7 @@ def _draw_deviations(axes: Axes, x: np.ndarray, curves: dict[str, np.ndarray]) -
 
 
 def _label_right(axes: Axes, labels: list[tuple[float, str, str]], gap: float) -> None:
-    """Names the curves at their right ends, in their order, pushed `gap` of the panel's height apart at least."""
+    """Write the names of the curves at their right ends, at least `gap` of the panel's height apart."""
     bottom, top = axes.get_ylim()
     labels = sorted(labels, key=lambda label: label[0])
     places = [(value - bottom) / (top - bottom) for value, _, _ in labels]
@@ -217,7 +222,7 @@ def _style(axes: Axes) -> None:
 
 
 def _wilson_interval(accuracy: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 95 % interval of a proportion that stays inside [0, 1], also for a handful of examples."""
+    """Return a 95 % interval of a proportion that stays inside [0, 1], even for a handful of examples."""
     z2 = 1.96**2
     centre = (accuracy + z2 / (2 * count)) / (1 + z2 / count)
     half = np.sqrt(z2 * (accuracy * (1 - accuracy) / count + z2 / (4 * count**2))) / (1 + z2 / count)
@@ -232,10 +237,21 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=160, facecolor="white")
 
 
-def _vector(values: Tensor, name: str) -> np.ndarray:
-    vector = torch.as_tensor(values).detach().cpu().double().numpy()
+def _points(data: tuple[Values, Values]) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        at, y = data
+    except (TypeError, ValueError) as error:
+        raise InputError(f"data={shown(data)} must be a pair of inputs and targets, (x, y).") from error
+    points = _vector(at, "data[0]"), _vector(y, "data[1]")
+    if len(points[0]) != len(points[1]):
+        raise InputError(f"data has {len(points[0])} inputs and {len(points[1])} targets.")
+    return points
+
+
+def _vector(values: Values, name: str) -> np.ndarray:
+    vector = tensor_of(values, name).cpu().double().numpy()
     if vector.ndim == 2 and vector.shape[1] == 1:
         vector = vector[:, 0]
     if vector.ndim != 1 or len(vector) == 0:
         raise InputError(f"{name} must have shape (N,) or (N, 1) with N > 0, got {vector.shape}.")
-    return vector
+    return real_of(vector, name).numpy()

@@ -1,4 +1,4 @@
-"""p(y given f): one file each, found by name."""
+"""Likelihoods p(y given f): one file each, looked up by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from laplace.checks import choice
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.likelihoods.bernoulli import Bernoulli, Multilabel
 from laplace.likelihoods.categorical import Categorical
-from laplace.likelihoods.custom import from_log_prob
+from laplace.likelihoods.custom import ByAutograd, from_log_prob
 from laplace.likelihoods.gaussian import Gaussian, GivenNoise
 from laplace.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from laplace.likelihoods.ordinal import Ordinal
@@ -32,13 +32,16 @@ LIKELIHOODS: Final[dict[str, type[Likelihood]]] = {
 
 
 def likelihood_named(likelihood: Likelihood | str) -> Likelihood:
-    """The likelihood itself, or the one of that name.
+    """Return the likelihood with this name; a likelihood object is returned unchanged.
 
     Args:
-        likelihood: an object or a name.
+        likelihood: A likelihood object, or a name in `LIKELIHOODS`.
+
+    Returns:
+        A likelihood object.
 
     Raises:
-        OptionError: a name that there is not.
+        OptionError: the name is unknown.
     """
     if isinstance(likelihood, Likelihood):
         return likelihood
@@ -48,6 +51,7 @@ def likelihood_named(likelihood: Likelihood | str) -> Likelihood:
 __all__ = [
     "LIKELIHOODS",
     "Bernoulli",
+    "ByAutograd",
     "Categorical",
     "Gaussian",
     "GivenNoise",

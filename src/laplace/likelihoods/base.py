@@ -1,57 +1,71 @@
-"""What a likelihood p(y given f) has to say. It sees outputs and labels, never parameters."""
+"""The interface of a likelihood p(y given f). A likelihood sees outputs and labels, never parameters."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.curvature.output import OutputCurvature
+from laplace.checks import written
 from laplace.errors import InputError, OptionError
+from laplace.linalg.output_curvature import OutputCurvature
 from laplace.predictive.response import Outputs, Response, rowwise
 
-if TYPE_CHECKING:
-    from laplace.batches import Batch
-
 Sums = dict[str, Tensor]
-IGNORED: Final = -100  # the label that stands for none, as in torch's cross_entropy
+IGNORED: Final = -100  # the label that means "no label here", as in torch's cross_entropy
+
+
+class Labels(Protocol):
+    """The labels of a batch, with whatever else the batch says about its examples.
+
+    Attributes:
+        y: Labels, (N, ...).
+        given: Further tensors by name, such as `weights` or `noise`.
+    """
+
+    @property
+    def y(self) -> Tensor: ...
+
+    @property
+    def given(self) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The labels of a batch, checked, and how much each example counts.
+    """The checked labels of a batch, and how much each example counts.
 
     Attributes:
-        y: labels, (N, ...).
-        weights: how much each counts, (N,); None: 1.
+        y: Labels, (N, ...).
+        weights: How much each example counts, (N,). None means 1 for all.
     """
 
     y: Tensor
     weights: Tensor | None = None
 
     def part(self, part: slice) -> Targets:
-        """Those of some examples."""
+        """Return the targets of a slice of the examples."""
         return Targets(self.y[part], None if self.weights is None else self.weights[part])
 
     def total(self, values: Tensor) -> Tensor:  # (N,) -> ()
-        """The weighted sum of one number per example."""
+        """Return the weighted sum of one number per example."""
         return values.sum() if self.weights is None else (self.weights.to(values) * values).sum()
 
 
 class Likelihood(Response):
-    """p(y given f) for outputs f of shape (N, C), everything at unit noise unless a sigma is passed.
+    """p(y given f) for outputs f of shape (N, C). All formulas are at unit noise unless a sigma is passed.
 
     Attributes:
-        name: what it is called in options and messages.
-        has_noise: whether there is a `sigma_noise`.
-        hessian_is_fisher: whether -d2 log p / df2 is Lambda whatever y is.
-        pairs: whether an example is a pair of inputs.
-        ignored: the label of a position that counts for nothing.
-        further: what a batch holds between labels and weights: elements, or keys.
+        name: The name used in options and messages.
+        has_noise: Whether there is a `sigma_noise`.
+        hessian_is_fisher: Whether -d2 log p / df2 equals Lambda for every y.
+        pairs: Whether one example is a pair of inputs.
+        ignored: The label of a position that does not count.
+        further: Names of what a batch holds between labels and weights, as elements or as keys.
     """
 
     name: ClassVar[str]
@@ -63,26 +77,29 @@ class Likelihood(Response):
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """The labels in the dtype that the formulas need, or an InputError."""
+        """Return the labels in the dtype that the formulas need. Raises InputError if they do not fit."""
 
     @abstractmethod
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:  # (N,)
-        """log p(y_n given f_n)."""
+        """Return log p(y_n given f_n)."""
 
     @abstractmethod
     def score(self, f: Tensor, y: Tensor) -> Tensor:  # (N, C)
-        """d log p(y given f) / df."""
+        """Return d log p(y given f) / df."""
 
     @abstractmethod
     def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
-        """Lambda: E over y of score score^T. Labels are used only where they hold more than y, such as its noise."""
+        """Return Lambda, the expectation over y of score score^T.
+
+        Labels are used only where they hold more than y, such as the noise of each example.
+        """
 
     @abstractmethod
     def sample(self, f: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Labels drawn from p(y given f), (n_samples, N, ...); example n's do not depend on the batch it is in."""
+        """Draw labels from p(y given f), (n_samples, N, ...). The draws for an example do not depend on its batch."""
 
     def root_times(self, f: Tensor, eps: Tensor, y: Tensor | None = None) -> Tensor:  # (K, N, C), eps: (K, N, C)
-        """L eps with L L^T = Lambda."""
+        """Return L eps with L L^T = Lambda."""
         curvature = self.fisher(f, y)
         if curvature.vectors is None:
             assert curvature.diagonal is not None
@@ -92,21 +109,30 @@ class Likelihood(Response):
     def drawn_scores(
         self, f: Tensor, y: Tensor, n_samples: int, generator: torch.Generator | None
     ) -> Tensor:  # (K, N, C)
-        """Vectors v with E[v v^T] = Lambda: the scores at labels drawn from the model."""
+        """Return vectors v with E[v v^T] = Lambda: the scores at labels drawn from the model."""
         return torch.stack([self.score(f, drawn) for drawn in self.sample(f, n_samples, generator)])
 
     @property
     def response(self) -> Response:
-        """What is predicted for new inputs: y, unless nothing is known of how it would be observed there."""
+        """Return how outputs become a prediction for new inputs.
+
+        This is the likelihood itself, so that y is predicted. A likelihood that does not know how y would be observed
+        at new inputs returns `Latent`, and then f is predicted.
+        """
         return self
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that make an equal likelihood, as plain numbers and lists. Saved files hold them."""
+        return {}
+
+    @property
     def described(self) -> str:
-        """Name and options: posteriors of likelihoods that are described alike are of one kind."""
+        """Return name and options. Posteriors are of the same kind if their likelihoods have the same description."""
         return self.name
 
-    def targets(self, f: Tensor, batch: Batch) -> Targets:
-        """Labels and weights of a batch, or an InputError where they or the outputs do not fit."""
+    def targets(self, f: Tensor, batch: Labels) -> Targets:
+        """Return labels and weights of a batch. Raises InputError if they or the outputs do not fit."""
         self.check_outputs(f)
         y = self.check_targets(f, self.labels_of(f, batch))
         given, own = batch.given.get("weights"), self.label_weights(y)
@@ -115,36 +141,39 @@ class Likelihood(Response):
         given = _checked_weights(given.to(f.device), len(f))
         return Targets(y, given if own is None else given * own.to(given))
 
-    def labels_of(self, f: Tensor, batch: Batch) -> Tensor:
-        """The labels with all that a batch says about them."""
+    def labels_of(self, f: Tensor, batch: Labels) -> Tensor:
+        """Return the labels, together with everything that the batch says about them."""
         return batch.y.to(f.device)
 
     def label_weights(self, y: Tensor) -> Tensor | None:  # (N,)
-        """How much an example counts for its label; None: all alike."""
+        """Return how much each example counts because of its label. None means 1 for all."""
         return None
 
     def sums(self, f: Tensor, targets: Targets) -> Sums:
-        """What the evidence needs of the data, additive over examples; always with `loss`, -log p up to constants."""
+        """Return what the evidence needs from the data, as sums over examples.
+
+        The key `loss` is always there: it is -log p up to constants.
+        """
         return {"loss": -targets.total(self.log_prob(f, targets.y)).double()}
 
     def log_likelihood(self, sums: Sums, sigma: Tensor) -> Tensor:
-        """log p(D given f) from the sums."""
+        """Return log p(D given f), computed from the sums."""
         return -sums["loss"]
 
     def distribution_at(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Distribution:
-        """p(y given x, data) where labels are there, which may hold more than y, such as its noise."""
+        """Return p(y given x, data) at labelled inputs. The labels may hold more than y, such as its noise."""
         return self.distribution(outputs, p, sigma)
 
     def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:  # (N,)
-        """log p(y given x, data)."""
+        """Return log p(y given x, data)."""
         return rowwise(self.distribution_at(outputs, p, y, sigma).log_prob(self.observed(y)))
 
     def observed(self, y: Tensor) -> Tensor:
-        """What of the labels a loss is to see."""
+        """Return the part of the labels that a loss compares with the prediction."""
         return y
 
     def with_noise(self, sigma: Tensor) -> tuple[Likelihood, Tensor]:
-        """The likelihood with the noise `sigma` of its outputs relative to each other, and one level for all, ()."""
+        """Split `sigma`: return a likelihood that holds the relative noise of the outputs, and one common level, ()."""
         if not (sigma == 1).all():
             raise OptionError(
                 f"sigma_noise={sigma.flatten().tolist()[:3]}: {self.name} has no observation noise; leave it at 1."
@@ -152,41 +181,41 @@ class Likelihood(Response):
         return self, sigma.reshape(-1)[0]
 
     def noise_at(self, level: Tensor) -> Tensor:
-        """The noise of the outputs, as `with_noise` was given it."""
+        """Return the noise of each output at this level. This undoes `with_noise`."""
         return level
 
     def curvature_scale(self, curvature: str, sigma: Tensor) -> Tensor:
-        """c(sigma): by what the curvature at unit noise is multiplied."""
+        """Return c(sigma), the factor from the curvature at unit noise to the curvature at noise sigma."""
         return torch.ones_like(sigma)
 
     def check_outputs(self, f: Tensor) -> None:
-        """Refuse outputs that this likelihood has no meaning for."""
+        """Refuse outputs whose shape this likelihood cannot use."""
         if f.dim() != 2:
             raise InputError(f"the network's output has shape {tuple(f.shape)}; {self.name} needs (N, C).")
 
     def __eq__(self, other: object) -> bool:
-        """Equal to its name, as laplace-torch's likelihoods are; else to itself alone."""
+        """Whether `other` is this likelihood, or its name: laplace-torch's likelihoods compare equal to strings."""
         return self.name == str(getattr(other, "value", other)) if isinstance(other, str) else self is other
 
     __hash__ = Response.__hash__
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        return written(self, self.options)
 
 
 def shaped_like_outputs(f: Tensor, y: Tensor, what: str) -> Tensor:
-    """Real labels, one per output, in the dtype of the outputs; (N,) will do for one output."""
+    """Return real labels, one per output, in the dtype of the outputs. With one output, labels may be (N,)."""
     if y.shape == f.shape[:1] and f.shape[1] == 1:
         y = y.unsqueeze(1)
     if y.shape != f.shape:
-        raise InputError(f"{what} labels have shape {tuple(y.shape)}, the outputs {tuple(f.shape)}: equal needed.")
+        raise InputError(f"{what} labels have shape {tuple(y.shape)}, the outputs {tuple(f.shape)}; make them equal.")
     if y.is_complex():
-        raise InputError(f"{what} labels have dtype {y.dtype}; real numbers needed.")
+        raise InputError(f"{what} labels have dtype {y.dtype}; real numbers are needed.")
     return finite(y.to(f.dtype))
 
 
 def finite(y: Tensor) -> Tensor:  # (N, ...)
-    """Labels without NaN and infinity."""
+    """Return the labels. Refuse NaN and infinite values."""
     bad = ~y.flatten(1).isfinite().all(1)
     if bad.any():
         first = int(bad.nonzero()[0])
@@ -198,19 +227,19 @@ def finite(y: Tensor) -> Tensor:  # (N, ...)
 
 
 def class_indices(n: int, y: Tensor) -> Tensor:
-    """Integer labels (N,) for n examples, which may come as (N, 1)."""
+    """Return integer labels (N,) for n examples. Labels (N, 1) are accepted too."""
     if y.is_floating_point() or y.is_complex() or y.dtype is torch.bool:
         raise InputError(
-            f"class labels have dtype {y.dtype}; integers needed. Write y.long() (or y.argmax(-1) of one-hot)."
+            f"class labels have dtype {y.dtype}; integers are needed. Write y.long(), or y.argmax(-1) if one-hot."
         )
     y = y.squeeze(1) if y.shape == (n, 1) else y
     if y.shape != (n,):
-        raise InputError(f"class labels have shape {tuple(y.shape)}; it must be ({n},), one label per example.")
+        raise InputError(f"class labels have shape {tuple(y.shape)}; they must be ({n},), one label per example.")
     return y.long()
 
 
 def check_range(y: Tensor, classes: int, what: str) -> None:
-    """Refuse labels other than 0 to classes - 1."""
+    """Refuse labels outside 0 to classes - 1."""
     low, high = (int(y.min()), int(y.max())) if len(y) else (0, 0)
     if low < 0 or high >= classes:
         raise InputError(f"class labels lie in [{low}, {high}]; {what} need labels in [0, {classes - 1}].")
@@ -225,11 +254,11 @@ def _checked_weights(weights: Tensor, n: int) -> Tensor:
             "the third element is weights; several inputs go into a tuple: ((x1, x2), y)."
         )
     if weights.is_complex():
-        raise InputError(f"the weights have dtype {weights.dtype}; real numbers needed.")
+        raise InputError(f"the weights have dtype {weights.dtype}; real numbers are needed.")
     weights = weights if weights.is_floating_point() else weights.double()
     if not (weights.isfinite() & (weights >= 0)).all():
         raise InputError(
-            f"the weights hold negative, NaN or infinite values (the smallest is {float(weights.min()):g}); an example "
-            "that counts for nothing has weight 0."
+            f"the weights hold negative, NaN or infinite values (the smallest is {float(weights.min()):g}). Give "
+            "an example that should not count the weight 0."
         )
     return weights

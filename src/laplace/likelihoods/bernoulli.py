@@ -10,29 +10,31 @@ from torch.distributions import Bernoulli as Coin
 from torch.distributions import Distribution
 from torch.nn.functional import logsigmoid
 
-from laplace.curvature.output import OutputCurvature
-from laplace.draws import Draws, uniforms
 from laplace.errors import InputError
 from laplace.likelihoods.base import IGNORED, Likelihood, shaped_like_outputs
-from laplace.predictive.entropy import decompose
-from laplace.predictive.links import Link, MonteCarlo, Quadrature, shrunk
-from laplace.predictive.response import Outputs
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.sampling import Draws, uniforms
+from laplace.predictive.entropy import decompose, entropy_of_label
+from laplace.predictive.links import Link, MonteCarlo, shrunk
+from laplace.predictive.logistic import expected_sigmoid
+from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.response import Outputs, at_quantiles
 
 
 def probit(f: Tensor, variance: Tensor) -> Tensor:
-    """sigmoid of f / sqrt(1 + pi/8 S)."""
+    """Return sigmoid(f / sqrt(1 + pi/8 S))."""
     return shrunk(f, variance).sigmoid()
 
 
 BINARY_LINKS: Final[dict[str, Link]] = {
-    "probit": Link(probit, "variance"),
-    "mc": Link(MonteCarlo(torch.sigmoid), "marginals"),
-    "quadrature": Link(Quadrature(torch.sigmoid), "variance"),
+    "probit": Link.of_variances(probit),
+    "mc": Link(MonteCarlo(torch.sigmoid, marginal=True)),
+    "quadrature": Link.of_variances(expected_sigmoid),
 }
 
 
 class Multilabel(Likelihood):
-    """C labels that are 0 or 1 (or a probability between), from C logits; labels have shape (N, C)."""
+    """C binary labels from C logits; labels have shape (N, C) and are 0, 1 or a probability between them."""
 
     name = "multilabel"
     ignored = IGNORED
@@ -42,8 +44,8 @@ class Multilabel(Likelihood):
         y = shaped_like_outputs(f, y, self.name)
         if len(y) and not ((y >= 0) & (y <= 1)).all():
             raise InputError(
-                f"{self.name} labels lie in [{float(y.min()):g}, {float(y.max()):g}]; needed are 0 and 1, or "
-                "probabilities between. For class indices write likelihood='classification'."
+                f"{self.name} labels lie in [{float(y.min()):g}, {float(y.max()):g}]; 0 and 1 are needed, or "
+                "probabilities between them. For class indices write likelihood='classification'."
             )
         return y
 
@@ -66,15 +68,18 @@ class Multilabel(Likelihood):
         assert p is not None
         return Coin(probs=p.clamp(0, 1))
 
+    def quantiles(self, outputs: OutputGaussian, z: Tensor) -> Tensor:
+        return self.inverse_link(at_quantiles(outputs, z))
+
     def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Of each label by itself, (N, C)."""
+        """Return the parts of each label's entropy, (N, C) each."""
         assert p is not None
-        both = torch.stack([p, 1 - p], -1)
-        return decompose(both, outputs, draws, lambda f: torch.stack([f.sigmoid(), (-f).sigmoid()], -1))
+        total = entropy_of_label(p)
+        return decompose(total, outputs, draws, lambda f: torch.stack([f.sigmoid(), (-f).sigmoid()], -1))
 
 
 class Bernoulli(Multilabel):
-    """One label that is 0 or 1, from one logit; labels have shape (N,) or (N, 1), predictions (N, 1)."""
+    """One binary label from one logit; labels have shape (N,) or (N, 1), predictions (N, 1)."""
 
     name = "binary"
 

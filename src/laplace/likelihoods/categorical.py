@@ -4,7 +4,7 @@ With class weights w and label smoothing e, the log-likelihood is that of `cross
 
     sum_c q_c log p_c,   q = (1 - e) w_y e_y + (e / C) w,
 
-so that an example counts Q = sum_c q_c, and Lambda is minus the second derivative, Q (diag(p) - p p^T).
+so an example counts Q = sum_c q_c times, and Lambda is minus the second derivative, Q (diag(p) - p p^T).
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from torch import Tensor
 from torch.distributions import Dirichlet, Distribution
 
 from laplace.checks import shown
-from laplace.curvature.output import OutputCurvature
 from laplace.errors import InputError, OptionError
 from laplace.likelihoods.base import IGNORED, check_range, class_indices
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
+from laplace.linalg.output_curvature import OutputCurvature
 from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.response import Outputs
 
 
 class Categorical(OneOfSeveral):
-    """One of C >= 2 classes, from C logits; labels are class indices (N,).
+    """One of C >= 2 classes from C logits; labels are class indices (N,).
 
     Args:
-        label_smoothing: e in [0, 1).
-        class_weights: how much an example of each class counts, (C,).
-        ignore_index: the label of examples that count for nothing, such as -100; of positions, -100 unless said.
+        label_smoothing: e in [0, 1), as in `torch.nn.CrossEntropyLoss`.
+        class_weights: How much an example of each class counts, (C,). None means 1 for all.
+        ignore_index: The label of examples that do not count, such as -100. If left out, every example counts, and with
+            outputs at several positions the positions labelled -100 are left out.
 
     Raises:
-        OptionError: a value outside its range.
+        OptionError: a value is outside its range.
     """
 
     name = "classification"
@@ -57,10 +58,17 @@ class Categorical(OneOfSeveral):
         return IGNORED if self.ignore_index is None else self.ignore_index
 
     @property
-    def described(self) -> str:
+    def options(self) -> dict[str, Any]:
         weights = None if self.class_weights is None else self.class_weights.tolist()
-        smoothing = self.label_smoothing or None
-        options = {"label_smoothing": smoothing, "class_weights": weights, "ignore_index": self.ignore_index}
+        return {
+            "label_smoothing": self.label_smoothing,
+            "class_weights": weights,
+            "ignore_index": self.ignore_index,
+        }
+
+    @property
+    def described(self) -> str:
+        options = self.options | {"label_smoothing": self.label_smoothing or None}
         given = [f"{key}={value}" for key, value in options.items() if value is not None]
         return self.name + (f"({', '.join(given)})" if given else "")
 
@@ -74,14 +82,14 @@ class Categorical(OneOfSeveral):
             )
         if self.class_weights is not None and len(self.class_weights) != f.shape[1]:
             raise InputError(
-                f"class_weights has {len(self.class_weights)} values for {f.shape[1]} classes; one each needed."
+                f"class_weights has {len(self.class_weights)} values for {f.shape[1]} classes; give one per class."
             )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         if y.shape != f.shape[:1] and not y.is_floating_point():
             fix = {f.shape: "y.argmax(-1)", (len(f), 1): "y.squeeze(1)"}.get(y.shape, "one label per example")
             raise InputError(
-                f"class labels have shape {tuple(y.shape)}; for outputs {tuple(f.shape)} it must be ({f.shape[0]},): "
+                f"class labels have shape {tuple(y.shape)}; for outputs {tuple(f.shape)} they must be ({f.shape[0]},): "
                 f"{fix}."
             )
         y = class_indices(len(f), y)
@@ -102,10 +110,10 @@ class Categorical(OneOfSeveral):
         log_p, index = f.log_softmax(-1), self._index(y)
         if self.label_smoothing == 0:
             return log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        return (self._aims(f, index) * log_p).sum(-1)
+        return (self._target_probs(f, index) * log_p).sum(-1)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        return self._aims(f, self._index(y)) - f.softmax(-1)
+        return self._target_probs(f, self._index(y)) - f.softmax(-1)
 
     def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
         p = f.softmax(-1)
@@ -118,7 +126,8 @@ class Categorical(OneOfSeveral):
 
     def drawn_scores(self, f: Tensor, y: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         drawn = self.sample(f, n_samples, generator)
-        return torch.nn.functional.one_hot(drawn, f.shape[-1]).to(f.dtype) - f.softmax(-1)  # smoothed labels: no root
+        # Without label smoothing: the outer products of smoothed scores do not average to Lambda.
+        return torch.nn.functional.one_hot(drawn, f.shape[-1]).to(f.dtype) - f.softmax(-1)
 
     def sample(self, f: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         return drawn_classes(f.double().softmax(-1), n_samples, generator)
@@ -127,25 +136,25 @@ class Categorical(OneOfSeveral):
         return f.softmax(-1)
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        """y ~ p; the bridges give a distribution over p itself."""
+        """Return the distribution of y; for the bridge links, the Dirichlet distribution of p instead."""
         if isinstance(outputs, OutputGaussian) and link in ("bridge", "bridge_norm"):
             concentration = bridge_concentration if link == "bridge" else bridge_norm_concentration
             return Dirichlet(concentration(outputs.mean, outputs.variance))
         return super().distribution(outputs, p, sigma, link)
 
     def _index(self, y: Tensor) -> Tensor:
-        """Labels that can be looked up; ignored ones are weighted with 0."""
+        """Return labels that are safe to index with. Ignored ones become 0: their weight is 0 anyway."""
         return y if self.ignore_index is None else y.where(y != self.ignore_index, 0)
 
     def _counts(self, y: Tensor) -> Tensor | None:  # (N,)
-        """Q."""
+        """Return Q, or None if it is 1 for every label."""
         if self.class_weights is None:
             return None
         w = self.class_weights.to(y.device)
         return (1 - self.label_smoothing) * w[self._index(y)] + self.label_smoothing * w.mean()
 
-    def _aims(self, f: Tensor, index: Tensor) -> Tensor:  # (N, C)
-        """q / Q, what the score pulls p to."""
+    def _target_probs(self, f: Tensor, index: Tensor) -> Tensor:  # (N, C)
+        """Return q / Q, the probabilities at which the score is zero."""
         one_hot = torch.nn.functional.one_hot(index, f.shape[-1]).to(f.dtype)
         if self.label_smoothing == 0:
             return one_hot

@@ -1,4 +1,4 @@
-"""What likelihoods of classes share: their predictive is a vector of probabilities."""
+"""What the likelihoods over classes share: they predict a vector of probabilities."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.distributions import Categorical as Classes
 from torch.distributions import Distribution
 
-from laplace.draws import Draws, uniforms
 from laplace.likelihoods.base import Likelihood
+from laplace.linalg.sampling import Draws, uniforms
 from laplace.predictive.entropy import decompose, entropy
 from laplace.predictive.response import Outputs
 
 
 class OneOfSeveral(Likelihood):
-    """Predictions are probabilities of classes."""
+    """Base of likelihoods over classes: predictions are class probabilities."""
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
         assert p is not None
@@ -22,7 +22,7 @@ class OneOfSeveral(Likelihood):
 
     def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         assert p is not None
-        return decompose(p, outputs, draws, self.inverse_link)
+        return decompose(entropy(p), outputs, draws, self.inverse_link)
 
     def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:
         assert p is not None
@@ -33,12 +33,12 @@ class OneOfSeveral(Likelihood):
         return log_of_classes(p, self._index(y))
 
     def _index(self, y: Tensor) -> Tensor:
-        """Labels that can be looked up."""
+        """Return labels that are safe to index with."""
         return y
 
 
 def drawn_classes(p: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:  # (N, K) -> (S, N)
-    """Classes drawn from these probabilities (float64)."""
+    """Draw classes from probabilities p (float64)."""
     u = uniforms(p.shape[0], n_samples, 1, p, generator).transpose(0, 1).squeeze(-1)
     cdf = p.cumsum(-1)
     labels = torch.searchsorted(cdf, u.contiguous() * cdf[:, -1:], right=True)
@@ -46,5 +46,5 @@ def drawn_classes(p: Tensor, n_samples: int, generator: torch.Generator | None) 
 
 
 def log_of_classes(p: Tensor, y: Tensor) -> Tensor:  # (N, K), (N,) -> (N,)
-    """log p_y, finite where p_y is zero."""
+    """Return log p_y; finite even where p_y is zero."""
     return p.clamp(min=torch.finfo(p.dtype).tiny).log().gather(1, y.unsqueeze(1)).squeeze(1)

@@ -1,4 +1,4 @@
-"""Regression: y = f + sigma r eps. Formulas at unit noise; sigma enters as a scale, and is tuned after one fit.
+"""Regression: y = f + sigma r eps. Formulas are at unit noise; sigma is a scale that can be tuned after one fit.
 
 r is the noise of the outputs relative to each other: 1, one number per output, or given with every example.
 """
@@ -6,32 +6,31 @@ r is the noise of the outputs relative to each other: 1, one number per output, 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace.checks import shown
-from laplace.curvature.output import OutputCurvature
-from laplace.draws import Draws, normals_by_example
 from laplace.errors import InputError, OptionError
-from laplace.likelihoods.base import Likelihood, Sums, Targets, finite
+from laplace.likelihoods.base import Labels, Likelihood, Sums, Targets, finite
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.sampling import Draws, normals_by_example
 from laplace.predictive.outputs import OutputGaussian, lower_root
 from laplace.predictive.response import Latent, Outputs, Response
 
-if TYPE_CHECKING:
-    from laplace.batches import Batch
-
 
 class Gaussian(Likelihood):
-    """N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C). Only sigma is tuned.
+    """Regression, N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C).
+
+    sigma is `Laplace`'s `sigma_noise`. It can be tuned; r stays fixed.
 
     Args:
-        per_output: r, (C,), the noise of the outputs relative to each other; 1 if left out.
+        per_output: r, (C,): the noise of each output relative to the others. 1 if left out.
 
     Raises:
-        OptionError: values that are not positive.
+        OptionError: a value is not positive.
     """
 
     name = "regression"
@@ -42,6 +41,10 @@ class Gaussian(Likelihood):
         self.per_output = None if per_output is None else _checked_noise(per_output)
 
     @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.per_output is None else {"per_output": self.per_output.tolist()}
+
+    @property
     def described(self) -> str:
         noise = "" if self.per_output is None else ", ".join(f"{r:.6g}" for r in self.per_output.tolist())
         return self.name + (f"(per_output=[{noise}])" if noise else "")
@@ -50,17 +53,18 @@ class Gaussian(Likelihood):
         super().check_outputs(f)
         if self.per_output is not None and len(self.per_output) != f.shape[1]:
             raise InputError(
-                f"sigma_noise has {len(self.per_output)} values for {f.shape[1]} outputs; one each, or one for all."
+                f"sigma_noise has {len(self.per_output)} values for {f.shape[1]} outputs. Give one per output, or one "
+                "for all."
             )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         if y.shape != f.shape:
             hint = " Write y.unsqueeze(-1)." if y.shape == f.shape[:1] and f.shape[1] == 1 else ""
             raise InputError(
-                f"regression labels have shape {tuple(y.shape)}, the outputs {tuple(f.shape)}: equal needed.{hint}"
+                f"regression labels have shape {tuple(y.shape)}, the outputs {tuple(f.shape)}; make them equal.{hint}"
             )
         if y.is_complex() or y.dtype is torch.bool:
-            raise InputError(f"regression labels have dtype {y.dtype}; real numbers needed. Write y.float().")
+            raise InputError(f"regression labels have dtype {y.dtype}; real numbers are needed. Write y.float().")
         y = y.to(f.dtype)
         return finite(y)
 
@@ -92,7 +96,7 @@ class Gaussian(Likelihood):
             "loss": targets.total(0.5 * ((value - f) / r).square().sum(-1)).double(),
             "count": f.shape[1] * targets.total(ones),
         }
-        if self.per_output is not None or r.dim() > 1:  # a common noise is sigma's alone
+        if self.per_output is not None or r.dim() > 1:  # one common noise is in sigma, not here
             sums["log_noise"] = f.shape[1] * targets.total(r.log().mean(-1).expand(len(f))).double()
         return sums
 
@@ -108,34 +112,36 @@ class Gaussian(Likelihood):
             return self, sigma.reshape(())
         if sigma.requires_grad:
             raise OptionError(
-                "a sigma_noise per output is differentiable as a whole only: give Gaussian(per_output=...) as the "
-                "likelihood and sigma_noise= one number, a factor for all."
+                "a sigma_noise per output cannot require a gradient; one number can. Write likelihood="
+                "Gaussian(per_output=...) and sigma_noise= one number, which multiplies all of them."
             )
         level = _checked_noise(sigma).log().mean().exp()
         relative = sigma / level.to(sigma)
         if self.per_output is not None and self.per_output.shape == sigma.shape:
             mine = self.per_output.to(sigma)
-            scale = (sigma / mine).log().mean().exp()
+            ratios = sigma / mine
+            scale = ratios.log().mean().exp()
             if torch.allclose(mine * scale, sigma, rtol=1e-4):
-                return self, scale
+                exact = [level for level in (scale, *ratios) if torch.equal(mine * level, sigma)]
+                return self, exact[0] if exact else scale  # return exactly the level that `noise_at` was given
         return Gaussian(relative), level.to(sigma)
 
     def noise_at(self, level: Tensor) -> Tensor:
         return level if self.per_output is None else level * self.per_output.to(level)
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        """A multivariate normal where covariances are known, else independent normals."""
+        """Return a multivariate normal if covariances are known, else independent normals."""
         return _observed(outputs, self._noise(outputs, sigma))
 
     def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         return outputs.variance, self._noise(outputs, sigma)
 
     def _noise(self, outputs: Outputs, sigma: Tensor) -> Tensor:  # (N, C)
-        """The variance of an observation."""
+        """Return the variance of the observation noise."""
         return (sigma.to(outputs.mean) * self._relative(outputs.mean)).square().expand_as(outputs.mean)
 
     def _read(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """y, (N, C), and r, (N, C), (C,) or (1,)."""
+        """Return y, (N, C), and r, which is (N, C), (C,) or (1,)."""
         return y, self._relative(f)
 
     def _relative(self, f: Tensor) -> Tensor:
@@ -143,10 +149,10 @@ class Gaussian(Likelihood):
 
 
 class GivenNoise(Gaussian):
-    """N(y; f, sigma^2 diag(r_n)^2) with the noise r_n of every example given beside its label.
+    """Regression with a known noise per example: N(y; f, sigma^2 diag(r_n)^2).
 
-    Batches are (x, y, noise), noise (N,) or (N, C), or mappings with a key `noise`. What noise an observation at a new
-    input would have is not known: predictions are of f.
+    Batches are (x, y, noise), with noise (N,) or (N, C), or mappings with a key `noise`. Predictions are of f, without
+    noise: the noise of an observation at a new input is not known.
     """
 
     name = "given_noise"
@@ -159,7 +165,7 @@ class GivenNoise(Gaussian):
     def response(self) -> Response:
         return Latent()
 
-    def labels_of(self, f: Tensor, batch: Batch) -> Tensor:
+    def labels_of(self, f: Tensor, batch: Labels) -> Tensor:
         y, noise = batch.y.to(f.device), batch.given.get("noise")
         if noise is None:
             raise InputError("'given_noise' needs the noise of every example: a batch (x, y, noise), or a key 'noise'.")
@@ -168,14 +174,14 @@ class GivenNoise(Gaussian):
             noise = noise.unsqueeze(1)
         if noise.shape not in (f.shape, (len(f), 1)):
             raise InputError(
-                f"the noise has shape {tuple(noise.shape)}; standard deviations ({len(f)},) or {tuple(f.shape)} needed."
+                f"the noise has shape {tuple(noise.shape)}; give standard deviations ({len(f)},) or {tuple(f.shape)}."
             )
         if not (noise.isfinite() & (noise > 0)).all():
             raise InputError("the noise holds values that are not positive and finite; standard deviations are needed.")
         return torch.stack([super().check_targets(f, y), noise.expand_as(f)], 1)
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
-        """Labels with their noise, (N, 2, C)."""
+        """Return the labels with their noise, (N, 2, C); `labels_of` has checked both."""
         return y
 
     def observed(self, y: Tensor) -> Tensor:
@@ -186,7 +192,7 @@ class GivenNoise(Gaussian):
 
     def with_noise(self, sigma: Tensor) -> tuple[Likelihood, Tensor]:
         if sigma.numel() != 1:
-            raise OptionError("sigma_noise is one factor for all noise that is given with the examples.")
+            raise OptionError("sigma_noise must be one number here: it multiplies the noise of every example.")
         return self, sigma.reshape(())
 
     def _read(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +200,7 @@ class GivenNoise(Gaussian):
 
 
 def _observed(outputs: Outputs, noise: Tensor) -> Distribution:  # (N, C)
-    """f and independent noise of these variances."""
+    """Return the distribution of f plus independent noise with these variances."""
     covariance = outputs.covariance if isinstance(outputs, OutputGaussian) else None
     if covariance is None or noise.shape[1] == 1:
         return Normal(outputs.mean, (outputs.variance + noise).sqrt())

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from laplace.curvature.output import OutputCurvature
-from laplace.draws import Draws, normals_by_example
 from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, shaped_like_outputs
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.sampling import Draws, normals_by_example
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.response import Outputs
 
 
 class HeteroscedasticGaussian(Likelihood):
-    """C real numbers from 2 C outputs: first the C means, then the C logarithms of the variances; labels (N, C)."""
+    """Regression where the network predicts the noise; labels (N, C), outputs (N, 2 C).
+
+    The first C outputs are the means, the last C the logarithms of the variances.
+    """
 
     name = "heteroscedastic"
     hessian_is_fisher = False
@@ -36,10 +39,10 @@ class HeteroscedasticGaussian(Likelihood):
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         if y.shape == f.shape:
             raise InputError(
-                f"{self.name} labels have shape {tuple(y.shape)}, as the outputs have; of these one half are means: "
+                f"{self.name} labels have shape {tuple(y.shape)}, like the outputs, but half of those are variances: "
                 f"labels ({len(f)}, {f.shape[1] // 2}) are needed."
             )
-        return shaped_like_outputs(f[:, self.located(f.shape[1])], y, self.name)
+        return shaped_like_outputs(f[:, self.location_outputs(f.shape[1])], y, self.name)
 
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
         m, s = f.chunk(2, -1)
@@ -58,14 +61,14 @@ class HeteroscedasticGaussian(Likelihood):
         m, s = f.chunk(2, -1)
         return m + (0.5 * s).exp() * normals_by_example(m.shape[0], n_samples, m.shape[1], f, generator)
 
-    def located(self, n_outputs: int) -> slice:
+    def location_outputs(self, n_outputs: int) -> slice:
         return slice(0, n_outputs // 2)
 
     def inverse_link(self, f: Tensor) -> Tensor:
         return f.chunk(2, -1)[0]
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        """The normal with mean and variance of y: y itself is a mixture of normals."""
+        """Return the normal with the mean and variance of y. The exact distribution is a mixture of normals."""
         epistemic, aleatoric = self._variances(outputs)
         return Normal(outputs.mean.chunk(2, -1)[0], (epistemic + aleatoric).sqrt())
 
@@ -73,7 +76,7 @@ class HeteroscedasticGaussian(Likelihood):
         return self._variances(outputs)
 
     def _variances(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
-        """S_mm and E[exp(s)], (N, C) each."""
+        """Return S_mm and E[exp(s)], (N, C) each."""
         if isinstance(outputs, OutputGaussian):
             noise = (outputs.mean + outputs.variance / 2).chunk(2, -1)[1].exp()
         else:

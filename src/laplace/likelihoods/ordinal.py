@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from laplace.checks import shown
-from laplace.curvature.output import OutputCurvature
 from laplace.errors import InputError, OptionError
 from laplace.likelihoods.base import IGNORED, check_range, class_indices
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
-from laplace.predictive.links import Link, MonteCarlo, Quadrature
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.predictive.links import Link, MonteCarlo
+from laplace.predictive.logistic import expected_sigmoid
+from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.response import at_quantiles
+
+_MOST = 100_000  # classes, if their number is given instead of the cut points
 
 
 class Ordinal(OneOfSeveral):
-    """One of K ordered classes; labels are class indices (N,), predictions probabilities (N, K).
+    """One of K ordered classes from one output; labels are class indices (N,), predictions probabilities (N, K).
 
     Args:
-        cut_points: the K - 1 ascending points themselves (those that the network was trained with), or the number K:
-            then they are 1 apart and centred at 0, (-1, 0, 1) for K = 4.
+        cut_points: The K - 1 ascending cut points that the network was trained with, or the number K of classes. For a
+            number, the points are 1 apart and centred at 0: (-1, 0, 1) for K = 4.
 
     Raises:
-        OptionError: points that do not ascend, or none.
+        OptionError: there are no cut points, or they do not ascend.
     """
 
     name = "ordinal"
@@ -39,10 +45,14 @@ class Ordinal(OneOfSeveral):
     def __init__(self, cut_points: int | Sequence[float] | Tensor | None = None) -> None:
         self.cut_points = _checked_cut_points(cut_points)
         self.links = {
-            "probit": Link(self._probit, "variance"),
-            "mc": Link(MonteCarlo(self.inverse_link), "marginals"),
-            "quadrature": Link(Quadrature(self.inverse_link), "variance"),
+            "probit": Link.of_variances(self._probit),
+            "mc": Link(MonteCarlo(self.inverse_link, marginal=True)),
+            "quadrature": Link.of_variances(self._expected),
         }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"cut_points": self.cut_points.tolist()}
 
     @property
     def described(self) -> str:
@@ -76,33 +86,67 @@ class Ordinal(OneOfSeveral):
     def inverse_link(self, f: Tensor) -> Tensor:  # (..., 1) -> (..., K)
         return self._log_classes(f).exp()
 
+    def quantiles(self, outputs: OutputGaussian, z: Tensor) -> Tensor:
+        """Return quantiles of each class probability.
+
+        The probabilities of the first and last class are monotone in f. The probability of any other class is largest
+        halfway between its cut points and falls to both sides.
+        """
+        f, root, cuts = outputs.mean.double(), outputs.variance.double().sqrt(), self.cut_points.to(outputs.mean.device)
+        middles = (cuts[1:] + cuts[:-1]) / 2
+        between = middles + _distance(f - middles, root, z.reshape(-1, 1, 1))
+        points = torch.cat([at_quantiles(outputs, -z), between, at_quantiles(outputs, z)], -1)  # (Q, N, K)
+        return self._log_classes(points).exp()
+
     def _probit(self, f: Tensor, variance: Tensor) -> Tensor:
-        """Differences of sigmoid((c_k - f) / sqrt(1 + pi/8 S))."""
+        """Return differences of sigmoid((c_k - f) / sqrt(1 + pi/8 S))."""
         upper, lower = self._offsets(f)
         root = torch.sqrt(1 + math.pi / 8 * variance)
         return _log_between(upper / root, lower / root).exp()
+
+    def _expected(self, f: Tensor, variance: Tensor) -> Tensor:
+        """Return differences of E[sigmoid(c_k - f)], or of 1 minus it where that is smaller, so that less cancels."""
+        upper, lower = self._offsets(f.double())
+        over = upper + lower > 0
+        high, low = torch.where(over, -lower, upper), torch.where(over, -upper, lower)
+        return (expected_sigmoid(high, variance) - expected_sigmoid(low, variance)).clamp(min=0).to(f.dtype)
 
     def _log_classes(self, f: Tensor) -> Tensor:
         return _log_between(*self._offsets(f))
 
     def _scores(self, f: Tensor) -> Tensor:  # (..., K)
-        """d log p_k / df of every class."""
+        """Return d log p_k / df for every class."""
         upper, lower = self._offsets(f)
         return lower.sigmoid() - (-upper).sigmoid()
 
     def _offsets(self, f: Tensor) -> tuple[Tensor, Tensor]:  # (..., K) each
-        """a and b for every class."""
+        """Return a and b for every class."""
         cuts, end = self.cut_points.to(f), f.new_tensor([torch.finfo(f.dtype).max ** 0.5])  # as good as infinity
         return torch.cat([cuts, end]) - f, torch.cat([-end, cuts]) - f
 
 
 def _log_between(upper: Tensor, lower: Tensor) -> Tensor:
-    """log(sigmoid(upper) - sigmoid(lower)), nothing of which cancels."""
+    """Return log(sigmoid(upper) - sigmoid(lower)) without cancellation."""
     return logsigmoid(upper) + logsigmoid(-lower) + torch.log(-torch.expm1(lower - upper))
 
 
+def _distance(mean: Tensor, root: Tensor, z: Tensor) -> Tensor:  # (N, K), (N, 1), (Q, 1, 1) -> (Q, N, K)
+    """Return r with P(|x| > r) = Phi(z) for x ~ N(mean, root^2), by bisection."""
+    mean, root = mean.abs(), root.clamp(min=torch.finfo(root.dtype).tiny ** 0.5)
+    share, rest = torch.special.ndtr(z), torch.special.ndtr(-z)
+    low = torch.zeros_like(mean + z)
+    high = low + mean + 40 * root
+    for _ in range(64):
+        r = (low + high) / 2
+        near, far = torch.special.ndtr((mean - r) / root), torch.special.ndtr((-mean - r) / root)
+        inside = torch.special.ndtr((r - mean) / root) - far
+        more = torch.where(z < 0, near + far > share, inside < rest)  # compare the smaller of the two: it rounds less
+        low, high = torch.where(more, r, low), torch.where(more, high, r)
+    return (low + high) / 2
+
+
 def _checked_cut_points(given: int | Sequence[float] | Tensor | None) -> Tensor:
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 2:
+    if isinstance(given, int) and not isinstance(given, bool) and 2 <= given <= _MOST:
         return torch.arange(given - 1, dtype=torch.float64) - (given - 2) / 2
     try:
         points = torch.as_tensor(given, dtype=torch.float64).detach().clone()

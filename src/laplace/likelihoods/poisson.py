@@ -9,31 +9,31 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, MixtureSameFamily
-from torch.distributions import Poisson as Counts
+from torch.distributions import Distribution
 
-from laplace.curvature.output import OutputCurvature
-from laplace.draws import Draws, uniforms
 from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, shaped_like_outputs
-from laplace.predictive.links import Link, MonteCarlo, hermite
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.sampling import Draws, uniforms
+from laplace.predictive.counts import PoissonLogNormal, PoissonMixture
+from laplace.predictive.links import Link, MonteCarlo
 from laplace.predictive.outputs import OutputGaussian
-from laplace.predictive.response import Outputs
+from laplace.predictive.response import Outputs, at_quantiles
 
 
 def mean_rate(f: Tensor, variance: Tensor) -> Tensor:
-    """exp(f + S/2)."""
+    """Return exp(f + S/2)."""
     return (f + variance / 2).exp()
 
 
 RATE_LINKS: Final[dict[str, Link]] = {
-    "exact": Link(mean_rate, "variance"),
-    "mc": Link(MonteCarlo(torch.exp), "marginals"),
+    "exact": Link.of_variances(mean_rate),
+    "mc": Link(MonteCarlo(torch.exp, marginal=True)),
 }
 
 
 class Poisson(Likelihood):
-    """C counts, from the C logarithms of their rates; labels (N, C) are whole numbers from 0 on."""
+    """C counts from the C logarithms of their rates; labels (N, C) are whole numbers from 0 on."""
 
     name = "poisson"
     links = RATE_LINKS
@@ -48,7 +48,8 @@ class Poisson(Likelihood):
         return y
 
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
-        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
+        y64, f64 = y.double(), f.double()  # for large counts, float32 would be off by whole nats
+        return (y64 * f64 - f64.exp() - torch.lgamma(y64 + 1)).sum(-1).to(f.dtype)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         return y - f.exp()
@@ -57,11 +58,11 @@ class Poisson(Likelihood):
         return OutputCurvature(diagonal=f.exp())
 
     def sample(self, f: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """The smallest k with P(y <= k) >= u, by bisection."""
+        """Draw the smallest k with P(y <= k) >= u, by bisection."""
         rate = f.double().exp()
         u = uniforms(f.shape[0], n_samples, f.shape[1], f, generator)
         low, high = torch.full_like(u, -1), (rate + 10 * rate.sqrt() + 40).ceil().expand_as(u).clone()
-        while (high - low > 1).any():
+        while (high - low > (high * 1e-15).clamp(min=1)).any():  # beyond 2^52, neighbours are further apart than 1
             middle = ((low + high) / 2).floor()
             enough = torch.special.gammaincc(middle + 1, rate.expand_as(u)) >= u
             low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
@@ -71,18 +72,18 @@ class Poisson(Likelihood):
         return f.exp()
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        """A mixture of Poisson distributions over the nodes of a quadrature, or over the draws."""
+        """Return the Poisson distribution averaged over N(f, S) by quadrature, or over the draws."""
         if isinstance(outputs, OutputGaussian):
-            nodes, weights = hermite(outputs.mean)
-            f = outputs.mean.unsqueeze(-1) + outputs.variance.sqrt().unsqueeze(-1) * nodes
-        else:
-            f = outputs.samples.permute(1, 2, 0)
-            weights = torch.full_like(f[0, 0], 1 / f.shape[-1])
-        return MixtureSameFamily(Categorical(probs=weights.expand_as(f)), Counts(f.exp(), validate_args=False))
+            return PoissonLogNormal(outputs.mean, outputs.variance)
+        return PoissonMixture(outputs.samples.permute(1, 2, 0))
+
+    def quantiles(self, outputs: OutputGaussian, z: Tensor) -> Tensor:
+        return self.inverse_link(at_quantiles(outputs, z))
 
     def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Var[rate] and E[rate], (N, C): together the variance of y."""
+        """Return Var[rate] and E[rate], (N, C) each. Their sum is the variance of y."""
         assert p is not None
         if isinstance(outputs, OutputGaussian):
-            return mean_rate(outputs.mean, outputs.variance).square() * torch.expm1(outputs.variance), p
+            rate = mean_rate(outputs.mean, outputs.variance)
+            return rate * (rate * torch.expm1(outputs.variance)), p
         return outputs.samples.exp().var(0), p

@@ -11,9 +11,10 @@ from laplace.predictive.response import Latent, Response
 
 
 class Preference(Bernoulli):
-    """Fitted on pairs (B, 2, ...) and labels (B,): 0 where the first of a pair is preferred, 1 where the second is.
+    """Rewards learned from preferences between two inputs.
 
-    The network gives a reward, (N, 1), to single inputs; here f is the difference of a pair's two. Predictions for
+    It is fitted on pairs (B, 2, ...) with labels (B,): 0 if the first of a pair is preferred, 1 if the second is. The
+    network maps a single input to a reward, (N, 1); here f is the difference of a pair's two rewards. Predictions for
     single inputs are rewards with their variances; `la.preference(a, b)` is the probability that a beats b.
     """
 

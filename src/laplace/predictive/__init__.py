@@ -1,7 +1,8 @@
-"""From a Gaussian over weights to one over outputs, and through the link to p(y)."""
+"""From the distribution of the outputs f, through a link, to p(y)."""
 
+from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.response import Latent, Response
 
-__all__ = ["Latent", "OutputGaussian", "OutputSamples", "Prediction", "Response", "joined"]
+__all__ = ["Latent", "Link", "OutputGaussian", "OutputSamples", "Prediction", "Response", "joined"]

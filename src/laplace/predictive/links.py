@@ -1,60 +1,72 @@
-"""From a Gaussian over outputs to what they stand for: E[inverse link(f)], f ~ N(f, S); softmax unless said."""
+"""Links: approximations of E[inverse link(f)] for f ~ N(f, S). The inverse link is softmax unless stated otherwise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from laplace.algebra import total
-from laplace.draws import Draws
+from laplace.linalg.sampling import Draws
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
+from laplace.predictive.queries import Covariances, Products, Variances
 
 
 @dataclass(frozen=True)
 class Link:
-    """One approximation of the integral and what it needs of S.
+    """One approximation of E[inverse link(f)], f ~ N(f, S), and what it needs to know about S.
 
-    'variance'    apply(f, variance)            'product'    apply(f, variance, S p)
-    'marginals'   apply(outputs, draws), from variances; 'covariance' the same from covariances
+    Attributes:
+        apply: Maps the outputs' Gaussian and the `Draws` to use to the mean, (N, K).
+        needs: The query that gives as much of S as `apply` uses.
+        may_leave_simplex: Whether wide Gaussians can push the mean off the simplex.
     """
 
-    apply: Callable[..., Tensor]
-    needs: str
+    apply: Callable[[OutputGaussian, Draws], Tensor]
+    needs: type[Variances] | type[Products] | type[Covariances] = Variances
+    may_leave_simplex: bool = False
+
+    @classmethod
+    def of_variances(cls, mean: Callable[[Tensor, Tensor], Tensor]) -> Link:
+        """Make a link from a closed form `mean(f, variance)`."""
+        return cls(partial(_closed_form, mean))  # which can be pickled, unlike a lambda
+
+
+def _closed_form(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGaussian, draws: Draws) -> Tensor:
+    return mean(outputs.mean, outputs.variance)
 
 
 def softmax(f: Tensor) -> Tensor:
-    """The class probabilities."""
+    """Return the class probabilities."""
     return f.softmax(-1)
 
 
 def probit(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
-    """softmax of f_c / sqrt(1 + pi/8 S_cc)."""
+    """Return softmax of f_c / sqrt(1 + pi/8 S_cc)."""
     return shrunk(f, variance).softmax(-1)
 
 
 def bridge_concentration(f: Tensor, variance: Tensor) -> Tensor:
-    """The Laplace bridge's Dirichlet: alpha_i = (1 - 2/C + exp(f_i)/C^2 sum_j exp(-f_j)) / S_ii."""
+    """Return the Laplace bridge's Dirichlet: alpha_i = (1 - 2/C + exp(f_i)/C^2 sum_j exp(-f_j)) / S_ii."""
     return _log_bridge(f, variance).exp().clamp(max=torch.finfo(f.dtype).max)
 
 
 def bridge_norm_concentration(f: Tensor, variance: Tensor) -> Tensor:
-    """The bridge of f / sqrt(m) and S / m with m = mean(S_ii) / sqrt(C/2), which tames large variances."""
+    """Return the bridge of f / sqrt(m) and S / m with m = mean(S_ii) / sqrt(C/2), which tames large variances."""
     return bridge_concentration(*_rescaled(f, variance))
 
 
 def bridge(f: Tensor, variance: Tensor) -> Tensor:
-    """Mean of the bridge's Dirichlet."""
+    """Return the mean of the bridge's Dirichlet."""
     return _log_bridge(f, variance).softmax(-1)
 
 
 def bridge_norm(f: Tensor, variance: Tensor) -> Tensor:
-    """Mean of the normalised bridge's Dirichlet."""
+    """Return the mean of the normalised bridge's Dirichlet."""
     return bridge(*_rescaled(f, variance))
 
 
@@ -71,56 +83,54 @@ def _rescaled(f: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _positive(variance: Tensor) -> Tensor:
-    """Bounded away from 0, where a network knows an output for certain."""
+    """Bound the variance away from 0, which it is if the network is certain of an output."""
     return variance.clamp(min=torch.finfo(variance.dtype).tiny)
 
 
-def delta(f: Tensor, variance: Tensor, product: Tensor) -> Tensor:
-    """Second order around f: p_k + p_k/2 [(e_k - p)^T S (e_k - p) - tr((diag p - p p^T) S)].
+def _delta(outputs: OutputGaussian, draws: Draws) -> Tensor:
+    """Apply `delta` to the Gaussian of the outputs."""
+    p = outputs.mean.softmax(-1)
+    return delta(outputs.mean, outputs.variance, outputs.product(p))
 
-    `product` is S p. Large variances push it off the simplex: see `onto_simplex`.
+
+def delta(f: Tensor, variance: Tensor, product: Tensor) -> Tensor:
+    """Return the second-order expansion around f: p_k + p_k/2 [(e_k - p)^T S (e_k - p) - tr((diag p - p p^T) S)].
+
+    `product` is S p. Large variances push the result off the simplex: see `onto_simplex`. Computed in float64, because
+    large terms in S cancel.
     """
-    p = f.softmax(-1)
+    p, variance, product = f.double().softmax(-1), variance.double(), product.double()
     quadratic = (p * product).sum(-1, keepdim=True)
     trace = (p * variance).sum(-1, keepdim=True)
-    return p + p / 2 * (variance - 2 * product + 2 * quadratic - trace)
+    return (p + p / 2 * (variance - 2 * product + 2 * quadratic - trace)).to(f.dtype)
 
 
 def onto_simplex(p: Tensor) -> tuple[Tensor, int]:
-    """Clipped at zero and renormalised, and for how many inputs that was needed."""
+    """Clip at zero and renormalise. Return the result, and for how many inputs that was needed."""
     outside = int(((p < 0) | (p > 1)).any(-1).sum())
     return (_normalised(p.clamp(min=0)), outside) if outside else (p, 0)
 
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """Mean of the inverse link over draws."""
+    """The mean of the inverse link over draws of f.
+
+    Attributes:
+        inverse_link: Maps outputs to what they stand for.
+        marginal: Whether the outputs are drawn independently, because each has a meaning of its own.
+    """
 
     inverse_link: Callable[[Tensor], Tensor]
+    marginal: bool = False
 
     def __call__(self, outputs: OutputGaussian | OutputSamples, draws: Draws) -> Tensor:
+        if self.marginal and isinstance(outputs, OutputGaussian):
+            outputs = outputs.marginals()
         return torch.cat([self.inverse_link(part).mean(0) for part in outputs.draws(draws)])
 
 
-@dataclass(frozen=True)
-class Quadrature:
-    """Gauss-Hermite: each output is integrated by itself."""
-
-    inverse_link: Callable[[Tensor], Tensor]
-
-    def __call__(self, f: Tensor, variance: Tensor) -> Tensor:
-        nodes, weights = hermite(f)
-        return total(w * self.inverse_link(f + node * variance.sqrt()) for node, w in zip(nodes, weights, strict=True))
-
-
-def hermite(like: Tensor, order: int = 64) -> tuple[Tensor, Tensor]:  # (Q,), (Q,)
-    """Nodes and weights with sum_q w_q h(z_q) = E[h(z)] for z ~ N(0, 1) and polynomials h of degree below 2 Q."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(order)
-    return like.new_tensor(nodes), like.new_tensor(weights / weights.sum())
-
-
 def shrunk(f: Tensor, variance: Tensor) -> Tensor:
-    """f / sqrt(1 + pi/8 S): what the paper's probit approximation puts through the logistic function."""
+    """Return f / sqrt(1 + pi/8 S), the argument of the logistic function in the probit approximation."""
     return f / torch.sqrt(1 + math.pi / 8 * variance)
 
 
@@ -129,9 +139,9 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 CATEGORICAL_LINKS: Final[dict[str, Link]] = {
-    "probit": Link(probit, "variance"),
-    "mc": Link(MonteCarlo(softmax), "covariance"),
-    "bridge": Link(bridge, "variance"),
-    "bridge_norm": Link(bridge_norm, "variance"),
-    "delta": Link(delta, "product"),
+    "probit": Link.of_variances(probit),
+    "mc": Link(MonteCarlo(softmax), Covariances),
+    "bridge": Link.of_variances(bridge),
+    "bridge_norm": Link.of_variances(bridge_norm),
+    "delta": Link(_delta, Products, may_leave_simplex=True),
 }

@@ -1,18 +1,18 @@
-"""The distribution of the outputs f at some inputs: a Gaussian, or draws of the network itself."""
+"""The distribution of the outputs f at some inputs: a Gaussian, or draws of the network's outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from laplace.algebra import spectrum
-from laplace.draws import Draws, normals_by_example
 from laplace.errors import NumericalError
+from laplace.linalg.sampling import Draws, normals_by_example
+from laplace.linalg.symmetric import spectrum
 
-_CHUNK = 2**24  # elements drawn at a time
+_CHUNK = 2**20  # elements drawn at a time: few enough to stay in a processor's cache until they are summed
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,35 @@ class OutputGaussian:
     Attributes:
         mean: (N, C).
         variance: (N, C).
-        covariance: (N, C, C), where it was asked for.
+        covariance: (N, C, C), if it was asked for.
+        times: Maps v (N, C) to S v, if that is possible without the covariance.
     """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None = None
+    times: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_finite(self.variance if self.covariance is None else self.covariance, "the variance of the outputs")
-        object.__setattr__(self, "variance", self.variance.clamp(min=0))  # differences may round to below
+        object.__setattr__(self, "variance", self.variance.clamp(min=0))  # a difference may round to below 0
         if self.covariance is not None:  # rounding in float32 leaves it a little skewed
             object.__setattr__(self, "covariance", (self.covariance + self.covariance.mT) / 2)
 
+    def marginals(self) -> OutputGaussian:
+        """Return the same Gaussian without covariances: its outputs are treated as independent."""
+        return OutputGaussian(self.mean, self.variance)
+
+    def product(self, v: Tensor) -> Tensor:  # (N, C) -> (N, C)
+        """Return S v. If no covariances are known, the outputs are treated as independent."""
+        if self.times is not None:
+            return self.times(v)
+        if self.covariance is not None:
+            return torch.einsum("ncd,nd->nc", self.covariance, v)
+        return self.variance * v
+
     def draws(self, how: Draws) -> Iterator[Tensor]:
-        """Draws for consecutive chunks of inputs, (S, n, C) each; without covariances, outputs are independent."""
+        """Yield draws for consecutive chunks of inputs, (S, n, C). Without covariances, outputs are independent."""
         step = max(1, _CHUNK // (how.n * self.mean.shape[1]))
         for start in range(0, max(1, self.mean.shape[0]), step):
             part = slice(start, start + step)
@@ -59,21 +73,21 @@ class OutputSamples:
 
     @property
     def mean(self) -> Tensor:
-        """Mean over the draws."""
+        """Return the mean over the draws."""
         return self.samples.mean(0)
 
     @property
     def variance(self) -> Tensor:
-        """Variance over the draws."""
+        """Return the variance over the draws."""
         return self.samples.var(0)
 
     def draws(self, how: Draws) -> Iterator[Tensor]:
-        """The draws that there are."""
+        """Yield the stored draws; `how` is not used."""
         yield self.samples
 
 
 def require_finite(values: Tensor, what: str, axis: int = 0) -> Tensor:
-    """What follows from finite outputs, one entry per input along an axis, refused where it is NaN or infinite."""
+    """Return `values`, which have one entry per input along `axis`. Refuse NaN and infinite ones."""
     bad = ~values.isfinite()
     if bad.any():
         inputs = bad.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
@@ -86,7 +100,7 @@ def require_finite(values: Tensor, what: str, axis: int = 0) -> Tensor:
 
 
 def root(covariance: Tensor) -> Tensor:  # (N, C, C)
-    """R with R R^T = covariance; Cholesky where it exists, the symmetric root of the others."""
+    """Return R with R R^T = covariance: the Cholesky factor if it exists, else the symmetric root."""
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed.any():
         values, vectors = spectrum(covariance[failed > 0])
@@ -96,7 +110,10 @@ def root(covariance: Tensor) -> Tensor:  # (N, C, C)
 
 
 def lower_root(covariance: Tensor) -> Tensor:  # (N, C, C)
-    """L, lower triangular with a positive diagonal; of matrices that are singular in this dtype a little is added."""
+    """Return L, lower triangular with a positive diagonal, such that L L^T = covariance.
+
+    Eigenvalues that are zero in this dtype are raised to its rounding error.
+    """
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed.any():
         values, vectors = spectrum(covariance[failed > 0].double())
@@ -108,7 +125,7 @@ def lower_root(covariance: Tensor) -> Tensor:  # (N, C, C)
 
 
 def joined(parts: list[OutputGaussian | OutputSamples]) -> OutputGaussian | OutputSamples:
-    """The outputs of consecutive batches as one."""
+    """Join the outputs of consecutive batches."""
     samples = [part.samples for part in parts if isinstance(part, OutputSamples)]
     if samples:
         return OutputSamples(torch.cat(samples, 1))

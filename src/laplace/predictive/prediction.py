@@ -1,7 +1,8 @@
-"""What `la.predict` returns: one distribution, its summaries, and the two kinds of uncertainty apart."""
+"""`Prediction`, which `la.predict` returns: a distribution, its summaries, and the two kinds of uncertainty."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,24 +13,26 @@ from torch import Tensor
 from torch.distributions import Dirichlet, Distribution, MultivariateNormal, Normal
 
 from laplace.checks import shown
-from laplace.draws import Draws
 from laplace.errors import OptionError
+from laplace.linalg.sampling import Draws
 from laplace.predictive.links import softmax
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """p(y given x, data).
+    """p(y given x, data): the predictive distribution at N inputs.
 
     Attributes:
-        distribution: a `torch.distributions` object with the observation noise included.
+        distribution: A `torch.distributions` object that includes the observation noise.
         mean: E[y] for regression and counts, (N, C); the probabilities of classes or labels, (N, C).
-        epistemic: what more data could take away: variance (N, C) of E[y given f], or, for classes, the mutual
-            information (N,) of y and weights; of each label by itself (N, C) for binary labels.
-        aleatoric: what it could not: the noise variance (N, C), or the rest of the entropy.
-        outputs: the distribution of the outputs f, an `OutputGaussian` or `OutputSamples`.
-        inverse_link: from outputs f to what they stand for.
+        epistemic: Uncertainty that more data could remove. Regression and counts: the variance of E[y given f], (N, C).
+            Classes: the mutual information of y and the weights, (N,). Binary labels: the same for each label, (N, C).
+        aleatoric: Uncertainty that more data could not remove: the noise variance, (N, C), or the rest of the entropy.
+        outputs: The distribution of the outputs f, an `OutputGaussian` or `OutputSamples`.
+        inverse_link: Maps outputs f to what they stand for.
+        quantiles: Maps `outputs` and quantiles of a standard normal to quantiles of `inverse_link(f)`; returns None, or
+            is None, if there is no closed form.
     """
 
     distribution: Distribution
@@ -38,10 +41,11 @@ class Prediction:
     aleatoric: Tensor
     outputs: OutputGaussian | OutputSamples = field(repr=False)
     inverse_link: Callable[[Tensor], Tensor] = field(default=softmax, repr=False)
+    quantiles: Callable[[OutputGaussian, Tensor], Tensor | None] | None = field(default=None, repr=False)
 
     @property
     def total(self) -> Tensor:
-        """Epistemic and aleatoric together: the predictive's variance, or its entropy."""
+        """Return the epistemic plus the aleatoric part: the variance or the entropy of the predictive distribution."""
         return self.epistemic + self.aleatoric
 
     @property
@@ -50,45 +54,42 @@ class Prediction:
         return isinstance(self.distribution, (Normal, MultivariateNormal))
 
     def quantile(self, q: float | Tensor) -> Tensor:
-        """The q-quantile of y (regression), or of each probability or rate under the posterior (all others).
+        """Return the q-quantile of y for regression; for other models, of each probability or rate under the posterior.
 
-        Probabilities and rates are those of 1,000 seeded draws: of the Dirichlet of a bridge, else of the outputs,
-        whose mean is that of link 'mc' (the other links approximate it).
+        Exact for regression, and for rates, labels and ordered classes under a Gaussian over outputs. For probabilities
+        of several classes, the quantiles are those of 1,000 seeded draws: from the Dirichlet of a bridge link,
+        otherwise from the outputs. The mean of these draws is that of link 'mc', which the other links approximate.
+        Below 0.001 and above 0.999, the result is the outermost draw.
 
         Args:
-            q: a number strictly between 0 and 1, or Q of them.
+            q: A number strictly between 0 and 1, or Q of them.
 
         Returns:
-            (N, C), or (Q, N, C).
+            (N, C), or (Q, N, C) for a vector of Q levels.
 
         Raises:
-            OptionError: a q outside its range.
+            OptionError: q is not strictly between 0 and 1.
         """
         try:
-            levels = torch.as_tensor(q, dtype=self.mean.dtype, device=self.mean.device)
+            levels = torch.as_tensor(q, dtype=torch.float64, device=self.mean.device)
         except (TypeError, ValueError, RuntimeError):
             levels = torch.tensor(torch.nan)
         if levels.dim() > 1 or not len(levels.reshape(-1)) or not ((levels > 0) & (levels < 1)).all():
             raise OptionError(f"q={shown(q)} must be a number, or a vector of numbers, strictly between 0 and 1.")
-        if self.is_regression:
-            spread = self.total.sqrt()
-            return self.mean + spread * torch.special.ndtri(levels).reshape(*levels.shape, *[1] * spread.dim())
-        if isinstance(self.distribution, Dirichlet):
-            return _dirichlet_draws(self.distribution.concentration).to(levels).quantile(levels, 0)
-        draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
-        return torch.cat([self.inverse_link(d).quantile(levels, 0) for d in draws], dim=-2)
+        found = self._at(levels.reshape(-1), torch.special.ndtri(levels.reshape(-1)))
+        return found.reshape(*levels.shape, *found.shape[1:])
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The central interval that holds `level` of the probability.
+        """Return the central interval that holds `level` of the probability.
 
         Args:
-            level: strictly between 0 and 1.
+            level: A number strictly between 0 and 1.
 
         Returns:
-            Its lower and its upper end, (N, C) each.
+            The lower and the upper end, (N, C) each.
 
         Raises:
-            OptionError: a level outside its range.
+            OptionError: the level is not strictly between 0 and 1.
         """
         try:
             inside = 0 < float(level) < 1
@@ -96,13 +97,35 @@ class Prediction:
             inside = False
         if not inside:
             raise OptionError(f"level={shown(level)} must lie strictly between 0 and 1, as in interval(0.95).")
-        tails = self.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]))
-        return tails[0], tails[1]
+        level = float(level)
+        tail = (1 - level) / 2
+        levels = torch.tensor([tail, 1 - tail], dtype=torch.float64, device=self.mean.device)
+        z = torch.special.ndtri(levels[:1]) if level > 0.5 else -math.sqrt(2) * torch.erfinv(levels.new_tensor([level]))
+        low, high = self._at(levels, torch.cat([z, -z]))  # the upper end by symmetry: 1 - tail is rounded
+        return low, high
+
+    def _at(self, levels: Tensor, z: Tensor) -> Tensor:  # (Q,), (Q,) -> (Q, N, C)
+        """Return the quantiles at `levels`; z are the standard normal's quantiles there. In float64 until the end."""
+        if self.is_regression:
+            spread = self.total.double().sqrt()
+            return (self.mean.double() + spread * z.reshape(-1, *[1] * spread.dim())).to(self.mean.dtype)
+        if isinstance(self.distribution, Dirichlet):
+            return _dirichlet_draws(self.distribution.concentration).to(levels).quantile(levels, 0).to(self.mean.dtype)
+        if self.quantiles is not None and isinstance(self.outputs, OutputGaussian):
+            exact = self.quantiles(self.outputs, z)
+            if exact is not None:
+                return exact.to(self.mean.dtype)
+        draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
+        return torch.cat([self.inverse_link(d).double().quantile(levels, 0) for d in draws], dim=-2).to(self.mean.dtype)
 
     def numpy(self) -> dict[str, Any]:
-        """Mean, epistemic and aleatoric uncertainty as numpy arrays."""
+        """Return mean, epistemic and aleatoric uncertainty as numpy arrays."""
         parts = {"mean": self.mean, "epistemic": self.epistemic, "aleatoric": self.aleatoric}
         return {key: value.detach().cpu().numpy() for key, value in parts.items()}
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the mean, so that `np.asarray(prediction)` works."""
+        return array_of(self.mean, dtype, copy)
 
     def __len__(self) -> int:
         return self.mean.shape[0]
@@ -116,8 +139,20 @@ class Prediction:
         )
 
 
+def array_of(mean: Tensor, dtype: Any, copy: bool | None) -> np.ndarray:
+    """Return a tensor as numpy asks for it. `copy` None allows a copy, False refuses one."""
+    values = mean.detach()
+    if values.dtype is torch.bfloat16:  # numpy has no such dtype
+        values = values.float()
+    if copy is False and (values.device.type != "cpu" or values.dtype is not mean.dtype):
+        raise ValueError(
+            f"a mean of {mean.dtype} on {mean.device} needs a copy to become an array; leave out copy=False."
+        )
+    return np.array(values.cpu().numpy(), dtype=dtype, copy=copy)
+
+
 def _dirichlet_draws(alpha: Tensor) -> Tensor:  # (N, C) -> (1000, N, C)
-    """Seeded draws, through logarithms: gammas of small alpha are below the smallest number."""
+    """Return seeded draws. Computed in logarithms, because gamma variates of small alpha underflow."""
     a, rng = alpha.detach().cpu().double().numpy(), np.random.default_rng(0)
     size = (1000, *a.shape)
     logs = np.log(rng.standard_gamma(a + 1, size)) + np.log(1 - rng.random(size)) / a

@@ -1,4 +1,4 @@
-"""What is made of the distribution of the outputs: the predictive side of a likelihood."""
+"""The predictive side of a likelihood: from the distribution of the outputs to p(y given x)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from laplace.checks import choice
-from laplace.draws import Draws
-from laplace.errors import UnsupportedError
+from laplace.errors import OptionError, UnsupportedError
+from laplace.linalg.sampling import Draws
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
 from laplace.predictive.prediction import Prediction
@@ -22,60 +22,82 @@ Outputs = OutputGaussian | OutputSamples
 class Response(ABC):
     """From N(f, S), or draws of f, to p(y given x).
 
-    Where there are `links`, `la(x)` is the mean of `inverse_link(f)` through one of them, the first unless another is
-    named; where there are none, it is mean and covariance of the outputs themselves.
+    If there are `links`, `la(x)` is the mean of `inverse_link(f)` through one of them; the first is the default. If
+    there are none, `la(x)` is the mean and covariance of the outputs themselves.
 
     Attributes:
-        links: what `link_approx` may be, by name.
-        joint: whether covariances between outputs enter the distribution of y.
+        links: What `link_approx` may be, by name.
+        joint: Whether covariances between outputs enter the distribution of y.
     """
 
     links: Mapping[str, Link] = {}
     joint: bool = False
 
     def link_named(self, name: str | None) -> str:
-        """The link of that name, or the usual one; any name will do where there are none."""
+        """Return the name of the link, or of the default one for None. Without links, any name is accepted."""
         if not self.links:
             return ""
         return next(iter(self.links)) if name is None else choice(name, self.links, "link_approx")
 
-    def located(self, n_outputs: int) -> slice:
-        """Those of the outputs that say where y is."""
+    def link_of(self, link: str | Link | None) -> tuple[str, Link | None]:
+        """Return a link with its name: the one of that name, the usual one, or one of the user's own.
+
+        The name is empty, and there is no link, where outputs stand for themselves.
+        """
+        if isinstance(link, Link):
+            if not self.links:
+                raise OptionError(
+                    f"link_approx=Link(...) is for likelihoods with links; the outputs of {type(self).__name__} stand "
+                    "for themselves. Leave it out."
+                )
+            return "own link", link
+        name = self.link_named(link)
+        return name, self.links[name] if name else None
+
+    def location_outputs(self, n_outputs: int) -> slice:
+        """Return which of the outputs give the location of y."""
         return slice(0, n_outputs)
 
     @abstractmethod
     def inverse_link(self, f: Tensor) -> Tensor:
-        """What the outputs stand for: E[y given f], or the probabilities of the classes."""
+        """Return what the outputs stand for: E[y given f], or the probabilities of the classes."""
 
     @abstractmethod
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        """p(y given x, data); `p` is the mean of `inverse_link(f)` through the link, where there are links."""
+        """Return p(y given x, data). `p` is the mean of `inverse_link(f)` through the link, if there are links."""
 
     @abstractmethod
     def uncertainty(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """The epistemic part and the aleatoric part."""
+        """Return the epistemic part and the aleatoric part."""
+
+    def quantiles(self, outputs: OutputGaussian, z: Tensor) -> Tensor | None:  # (Q,) -> (Q, N, K)
+        """Return quantiles of `inverse_link(f)` at quantiles z of a standard normal, in float64.
+
+        None if they have no closed form.
+        """
+        return None
 
     def prediction(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str, draws: Draws) -> Prediction:
-        """All of it together."""
-        mean = outputs.mean[:, self.located(outputs.mean.shape[1])] if p is None else p
+        """Return the full `Prediction`."""
+        mean = outputs.mean[:, self.location_outputs(outputs.mean.shape[1])] if p is None else p
         require_finite(mean, "the predictive mean")
         epistemic, aleatoric = self.uncertainty(outputs, p, sigma, draws)
         require_finite(epistemic + aleatoric, "the predictive uncertainty")
         distribution = self.distribution(outputs, p, sigma, link)
-        return Prediction(distribution, mean, epistemic, aleatoric, outputs, self.inverse_link)
+        return Prediction(distribution, mean, epistemic, aleatoric, outputs, self.inverse_link, self.quantiles)
 
     def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:  # (N,)
-        """Of p(y given x, data)."""
+        """Return the entropy of p(y given x, data)."""
         try:
             return rowwise(self.distribution(outputs, p, sigma).entropy())
         except NotImplementedError:
             raise UnsupportedError(
-                f"{type(self).__name__} has no closed form of its entropy, which ood_loader= needs. Leave it out."
+                f"{type(self).__name__} has no closed form for its entropy, which ood_loader= needs. Leave that out."
             ) from None
 
 
 class Latent(Response):
-    """The outputs themselves: nothing is observed of them here."""
+    """Predicts the outputs f themselves, without observation noise."""
 
     def inverse_link(self, f: Tensor) -> Tensor:
         return f
@@ -87,6 +109,11 @@ class Latent(Response):
         return outputs.variance, torch.zeros_like(outputs.variance)
 
 
+def at_quantiles(outputs: OutputGaussian, z: Tensor) -> Tensor:  # (Q,) -> (Q, N, C)
+    """Return the quantiles of each output, in float64. An increasing function maps them to its own quantiles."""
+    return outputs.mean.double() + outputs.variance.double().sqrt() * z.reshape(-1, 1, 1)
+
+
 def rowwise(values: Tensor) -> Tensor:  # (N,) or (N, C) -> (N,)
-    """Summed over the outputs of each example."""
+    """Sum over the outputs of each example."""
     return values.flatten(1).sum(1) if values.dim() > 1 else values

@@ -10,24 +10,36 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from laplace.algebra import Clipped, Rows
 from laplace.backprop.gradients import Engine, Forward, Jacobian, Moments
 from laplace.budget import Budget
+from laplace.checks import written
+from laplace.errors import UnsupportedError
+from laplace.linalg.symmetric import Clipped, GramRows
 from laplace.weights.layout import Layout
 
+if TYPE_CHECKING:
+    from laplace.structures.lowrank import Spectrum
+
 Sums = dict[str, Tensor]
-Contribution = dict[str, Tensor | Rows | float]
+Contribution = dict[str, Tensor | GramRows | float]
 Traces = tuple[Tensor, Tensor]
 
 
 class Gaussian(ABC):
-    """N(0, precision^-1) over all uncertain weights, precision = s H + D. Differentiable in s and D."""
+    """N(0, precision^-1) over all uncertain weights, precision = s H + D. Differentiable in s and D.
+
+    Attributes:
+        blockwise: whether tensors are independent, so that `la.posterior_precision` writes the matrix out on request.
+    """
+
+    blockwise: bool = False
 
     @abstractmethod
     def logdet(self) -> Tensor:
@@ -73,6 +85,15 @@ class Gaussian(ABC):
     def dense_variance(self, jacobians: Tensor) -> Tensor:  # (..., M, P) -> (..., M, M)
         """J Sigma J^T for rows of a Jacobian that the user brings."""
 
+    def as_diagonal(self) -> Tensor | None:  # (P,)
+        """Return the precision of each weight where the precision is diagonal; None where it is not."""
+        return None
+
+    def scale(self) -> Tensor | None:
+        """Return S with S S^T the covariance, (P, P), or its diagonal (P,); None where that would have to be made."""
+        diagonal = self.as_diagonal()
+        return None if diagonal is None else diagonal.rsqrt()
+
     @abstractmethod
     def traces(self, groups: str) -> Traces:
         """t[g] = tr(Sigma_gg) and m[g, h] = ||Sigma_gh||_F^2 (its diagonal alone where Sigma is block-diagonal).
@@ -94,9 +115,11 @@ class Curvature(ABC):
 
     Attributes:
         commutes: whether the prior enters as s H + D exactly, so that `traces` are the evidence's derivatives.
+        blockwise: whether tensors are independent, so that `la.H` writes the matrix out on request.
     """
 
     commutes: bool = True
+    blockwise: bool = False
 
     @property
     def clipped(self) -> Clipped:
@@ -104,17 +127,56 @@ class Curvature(ABC):
         return Clipped()
 
     @abstractmethod
-    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
-        """N(0, (s H + D)^-1); `precision` holds one scalar or one vector per block."""
+    def gaussian(self, scale: Tensor, precision: Sequence[Any]) -> Gaussian:
+        """N(0, (s H + D)^-1); `precision` holds a scalar, a vector, or a form of `Structure.takes` per block."""
 
     @abstractmethod
     def matrix(self) -> Tensor:  # (P, P)
         """H, dense."""
 
+    def as_diagonal(self) -> Tensor | None:  # (P,)
+        """Return the diagonal of H where H is diagonal; None where it is not."""
+        return None
+
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
         """The output variances under many Gaussians of this curvature, sharing the projections: (N, C) each."""
         for gaussian in gaussians:
             yield gaussian.variance(jacobian)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a structure keeps of one tensor's curvature.
+
+    Attributes:
+        form: in a few words, such as 'kron 20 x 50'.
+        bytes: what it takes.
+        own: whether it is the structure's own form, or another that it falls back to.
+    """
+
+    form: str
+    bytes: int
+    own: bool = True
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Which sums a structure leaves: their keys and shapes, against which files are checked.
+
+    A shape is a word with a letter for each dimension, '' for a single number. Equal letters are equal sizes within
+    one form. p is the number of a tensor's weights, P that of all, and g x o x i is p.
+
+    Attributes:
+        tensor: what may be kept of each tensor, by the key behind 'name/'; one of these forms holds.
+        whole: what may be kept of all weights together; one of these forms holds.
+        shared: letters that are equal sizes for all tensors and for the whole.
+        counts: keys whose values are whole numbers.
+    """
+
+    tensor: tuple[Mapping[str, str], ...] = ({},)
+    whole: tuple[Mapping[str, str], ...] = ({},)
+    shared: str = ""
+    counts: tuple[str, ...] = ()
 
 
 class Pass(ABC):
@@ -133,16 +195,19 @@ class Structure(Pass):
     """A way of keeping the curvature; itself the first run over the data.
 
     Attributes:
-        name: what `hessian_structure` calls it.
-        options: those of `Laplace`'s that are its own, by which it is made.
+        name: what it is called in summaries, messages and files; the name of its class unless it says so.
+        options: its constructor's arguments, each kept in an attribute of that name; they enter `described`.
         passes: runs over the data, at least; sums of more than one cannot be added to later.
         functional: whether it is a posterior over functions, without weights to draw.
         semidefinite: whether H has no negative eigenvalues but for rounding.
         exact_hessian: whether there is a form for curvature='hessian'.
         scattered: whether it can keep some weights of a tensor without the others.
-        prior_structures: which priors it can take.
+        prior_structures: which priors it can take, by how many precisions they have.
+        precision_forms: which forms of a prior precision it takes besides: 'dense' (a matrix per tensor), 'kron' (a
+            Kronecker product per tensor), 'whole' (a matrix of all weights together).
         weight_sharing: whether positions are taken together ('reduce') before their factors are formed, or not.
         keeps_points: whether predictions need some of the data.
+        forms: the keys and shapes of its sums; None where it does not say, so that files are checked for less.
         budget: the memory that may be taken, the user's once there is one.
     """
 
@@ -154,9 +219,20 @@ class Structure(Pass):
     exact_hessian: bool = True
     scattered: bool = True
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
+    precision_forms: tuple[str, ...] = ()
     weight_sharing: str = "expand"
     keeps_points: bool = False
+    forms: Forms | None = None
     budget: Budget = Budget()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a subclass a name of its own, and no forms of its parent's where it makes other sums."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "name" not in own:
+            cls.name = cls.__name__
+        if "forms" not in own and ("sums" in own or "block_sums" in own):
+            cls.forms = None
 
     @property
     def described(self) -> str:
@@ -164,6 +240,25 @@ class Structure(Pass):
         usual = inspect.signature(type(self)).parameters
         own = [(key, getattr(self, key)) for key in self.options]
         return ", ".join([self.name, *(f"{key}={value!r}" for key, value in own if value != usual[key].default)])
+
+    def __repr__(self) -> str:
+        """The call that makes it: `Kron(damping='balanced')`."""
+        return written(self, {key: getattr(self, key) for key in self.options})
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to a structure of the same class with the same options."""
+        if not isinstance(other, Structure):
+            return NotImplemented
+        mine, theirs = ([getattr(one, key) for key in one.options] for one in (self, other))
+        return type(self) is type(other) and mine == theirs
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.described))
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """All forms of a prior precision that it takes."""
+        return *self.prior_structures, *self.precision_forms
 
     def check(self, layout: Layout) -> None:
         """Refuse options that have no meaning for these tensors."""
@@ -188,25 +283,65 @@ class Structure(Pass):
         """The next run over the data, given what those before have left; None once all is there."""
         return None
 
-    def beside(self, forward: Forward, points: Any, engine: Engine, limit: int) -> Forward:
+    def attach_points(self, forward: Forward, points: Any, engine: Engine, limit: int) -> Forward:
         """A run at new inputs as this posterior sees it: one over functions looks at its own points, too."""
         return forward
+
+    def describe(self, sums: Sums, layout: Layout) -> list[Kept]:
+        """Describe what is kept of each tensor. Sums of all weights together count by each tensor's share of them."""
+        parts: dict[str, Sums] = {name: {} for name in layout.names}
+        whole: Sums = {}
+        for key, value in sums.items():
+            name, _, own = key.rpartition("/")
+            if name in parts:
+                parts[name][own] = value
+            else:
+                whole[key] = value
+        shared = sum(value.nbytes for value in whole.values())
+        return [
+            Kept(
+                self.form(parts[name], whole),
+                sum(value.nbytes for value in parts[name].values()) + round(size / layout.n_params * shared),
+                self.in_own_form(parts[name]),
+            )
+            for name, size in zip(layout.names, layout.sizes, strict=True)
+        ]
+
+    def form(self, own: Sums, whole: Sums) -> str:
+        """Say in a few words what is kept of a tensor with sums of its `own`, and of the `whole`."""
+        return self.name
+
+    def in_own_form(self, own: Sums) -> bool:
+        """Whether the sums of a tensor are in the form that the structure is named for."""
+        return True
 
     def notes(self, sums: Sums) -> Iterator[str]:
         """What the user is warned of after a fit that left these sums."""
         yield from ()
 
-    @abstractmethod
+    def spectrum(self, sums: Sums) -> Spectrum:
+        """Return the eigenvalues of the curvature of all weights together, where they are kept."""
+        raise UnsupportedError(
+            f"{self.name} keeps no eigenvalues of all weights together; hessian_structure='lowrank' does."
+        )
+
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
-        """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition."""
+        """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition.
+
+        A number for each weight, unless a structure says otherwise; more than there is free is refused before the fit.
+        """
+        return 3 * itemsize * layout.n_params
 
     def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
         """How often a fit usually runs the network on each example, and how often it sends vectors back."""
         return self.passes, self.passes
 
-    @abstractmethod
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
-        """Multiplications of a fit besides running the network: per example, and once for the decomposition."""
+        """Multiplications of a fit besides running the network: per example, and once for the decomposition.
+
+        One for each weight and vector, unless a structure says otherwise; `laplace.plan` estimates times by it.
+        """
+        return vectors * layout.n_params, 0.0
 
     @abstractmethod
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Curvature:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from laplace.algebra import Clipped, eigh, total
+from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Asked, Times
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
 from laplace.budget import Budget
+from laplace.errors import warn
+from laplace.linalg.kronecker import Kronecker
+from laplace.linalg.symmetric import TOLERATED, Clipped, eigh, total
 from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces, require_pairs
 from laplace.structures.block import Block, BlockGaussian
 from laplace.weights.layout import Layout
@@ -27,13 +30,16 @@ class BlockDiagonal(Structure):
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
         """The factorised block of one tensor from its sums."""
 
-    @abstractmethod
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
-        """What one tensor takes: its sums, a batch's share of them, and their decomposition."""
+        """What one tensor takes: its sums, a batch's share of them, and their decomposition.
 
-    @abstractmethod
+        A number for each weight, unless a structure says otherwise.
+        """
+        return 3 * itemsize * moments.weights
+
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
-        """Multiplications for one tensor: per example, and once."""
+        """Multiplications for one tensor: per example, and once. One per weight and vector, unless said otherwise."""
+        return vectors * moments.weights, 0.0
 
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
         each, once = zip(*(self.block_work(m, vectors) for m in moments.parameters), strict=True)
@@ -62,23 +68,62 @@ def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
     return parts
 
 
-class BlockCurvature(Curvature):
-    """H of independent blocks."""
+def joined(diagonals: Iterable[Tensor | None]) -> Tensor | None:  # (p,) each -> (P,)
+    """Return the diagonals of all blocks as one; None where a block is not diagonal."""
+    found = list(diagonals)
+    there = [diagonal for diagonal in found if diagonal is not None]
+    return torch.cat(there) if len(there) == len(found) else None
 
-    def __init__(self, blocks: Sequence[Block], layout: Layout, budget: Budget, of_factors: Clipped) -> None:
-        self.blocks, self.layout, self.budget, self._of_factors = list(blocks), layout, budget, of_factors
+
+class BlockCurvature(Curvature):
+    """H of independent blocks.
+
+    Args:
+        blocks: one for each tensor, in the layout's order.
+        layout: names, shapes and order of the tensors.
+        budget: the memory that may be taken: `structure.budget`.
+        of_factors: eigenvalues that were set to zero while the blocks were made.
+    """
+
+    blockwise = True
+
+    def __init__(
+        self, blocks: Sequence[Block], layout: Layout, budget: Budget, of_factors: Clipped | None = None
+    ) -> None:
+        self.blocks, self.layout, self.budget, self._of_factors = list(blocks), layout, budget, of_factors or Clipped()
         self.commutes = all(block.commutes for block in self.blocks)
+        self._said = False
 
     @property
     def clipped(self) -> Clipped:
         return sum((block.clipped for block in self.blocks), self._of_factors)
 
-    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> BlockDiagonalGaussian:
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor | Kronecker]) -> BlockDiagonalGaussian:
+        if not self._said:
+            self._say_what_is_blurred(scale, precision)
         pairs = zip(self.blocks, precision, strict=True)
         return BlockDiagonalGaussian([b.gaussian(scale, d) for b, d in pairs], self.layout, self.budget)
 
+    def _say_what_is_blurred(self, scale: Tensor, precision: Sequence[Tensor | Kronecker]) -> None:
+        """Warn of a prior that is not far above the rounding of sums in float32; once."""
+        blocks = [(name, b.blur, d) for name, b, d in zip(self.layout.names, self.blocks, precision, strict=True)]
+        needed = {name: float(scale.detach()) * blur / TOLERATED for name, blur, _ in blocks if blur}
+        lost = [name for name, blur, d in blocks if blur and _smallest(d) < needed[name]]
+        if lost:
+            self._said = True
+            worst = max(lost, key=needed.__getitem__)
+            warn(
+                f"sums of {worst!r} are products in float32, whose rounding is more than {TOLERATED:.0%} of a prior "
+                f"precision below {needed[worst]:.2g}: variances in directions that the data says little about, and "
+                f"the evidence, may be off by more than that ({len(lost)} of {len(blocks)} tensors). Raise the prior "
+                "precision, or fit with model.double()."
+            )
+
     def matrix(self) -> Tensor:
         return torch.block_diag(*[block.matrix() for block in self.blocks])
+
+    def as_diagonal(self) -> Tensor | None:
+        return joined(block.as_diagonal() for block in self.blocks)
 
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
         own = [gaussian.blocks for gaussian in gaussians if isinstance(gaussian, BlockDiagonalGaussian)]
@@ -87,8 +132,19 @@ class BlockCurvature(Curvature):
             yield total(parts)
 
 
+def _smallest(precision: Tensor | Kronecker) -> float:
+    """The smallest eigenvalue of a tensor's prior precision."""
+    if isinstance(precision, Kronecker):
+        sides = [torch.linalg.eigvalsh(side)[0] for side in (precision.left, precision.right)]
+        return float(precision.strength.detach() * sides[0] * sides[1])
+    values = precision.detach()
+    return float((values if values.dim() < 2 else torch.linalg.eigvalsh(values)).min())
+
+
 class BlockDiagonalGaussian(Gaussian):
     """Independent Gaussians, one per tensor."""
+
+    blockwise = True
 
     def __init__(self, blocks: Sequence[BlockGaussian], layout: Layout, budget: Budget) -> None:
         self.blocks, self.layout, self.budget = list(blocks), layout, budget
@@ -108,22 +164,25 @@ class BlockDiagonalGaussian(Gaussian):
     def precision_matrix(self) -> Tensor:
         return torch.block_diag(*[b.precision_matrix() for b in self.blocks])
 
+    def as_diagonal(self) -> Tensor | None:
+        return joined(b.as_diagonal() for b in self.blocks)
+
     def covariance_matrix(self) -> Tensor:
         eyes = [torch.eye(size) for size in self.layout.sizes]
         like = self.marginal_variances()
         return torch.block_diag(*[b.covariance_times(e.to(like)) for b, e in zip(self.blocks, eyes, strict=True)])
 
     def variance(self, jacobian: Jacobian) -> Tensor:
-        return self._sum(jacobian, "variance")
+        return self._sum(jacobian, EACH_OUTPUT)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        return self._sum(jacobian, "covariance")
+        return self._sum(jacobian, EACH_EXAMPLE)
 
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
-        return self._sum(jacobian, "product", v)
+        return self._sum(jacobian, Times(v))
 
     def joint(self, jacobian: Jacobian) -> Tensor:
-        return self._sum(jacobian, "joint")
+        return self._sum(jacobian, ALL_EXAMPLES)
 
     def dense_variance(self, jacobians: Tensor) -> Tensor:
         return torch.stack([b.covariance_times(j) @ j.mT for b, j in self._with(jacobians)]).sum(0)
@@ -142,16 +201,18 @@ class BlockDiagonalGaussian(Gaussian):
     def _with(self, vector: Tensor) -> list[tuple[BlockGaussian, Tensor]]:
         return list(zip(self.blocks, self.layout.split(vector), strict=True))
 
-    def _sum(self, jacobian: Jacobian, what: str, *args: Tensor) -> Tensor:
-        pairs = zip(self.blocks, jacobian.parameters, strict=True)
-        return total(block.outputs(part, what, *args) for block, part in pairs)
+    def _sum(self, jacobian: Jacobian, asked: Asked) -> Tensor:
+        return total(block.outputs(part, asked) for block, part in zip(self.blocks, jacobian.parameters, strict=True))
 
 
 class Eigh:
-    """Eigendecomposition of positive semi-definite matrices; equal ones (a layer's weight and bias) only once."""
+    """Eigendecomposition of positive semi-definite matrices; equal ones (a layer's weight and bias) only once.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.clipped = dtype, Clipped()
+    With `ties`, for those who keep more in the eigenbasis than the eigenvalues: rounding does not choose it.
+    """
+
+    def __init__(self, dtype: torch.dtype, ties: bool = False) -> None:
+        self.dtype, self.ties, self.clipped = dtype, ties, Clipped()
         self.seen: list[tuple[Tensor, tuple[Tensor, Basis]]] = []
         self.bases: list[Basis] = []
 
@@ -159,7 +220,7 @@ class Eigh:
         for other, result in self.seen:
             if other.shape == matrix.shape and torch.equal(other, matrix):
                 return result
-        values, vectors, clipped = eigh(matrix, self.dtype)
+        values, vectors, clipped = eigh(matrix, self.dtype, self.ties)
         self.clipped += clipped
         result = values, Basis(vectors)
         self.seen.append((matrix, result))

@@ -11,19 +11,28 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH, SYMMETRIC, Clipped
+from laplace.backprop.asked import Asked
 from laplace.backprop.gradients import JacobianOf, MomentsOf
-from laplace.structures.base import Contribution, Gaussian, Sums, Traces
+from laplace.linalg.kronecker import Kronecker
+from laplace.linalg.symmetric import EIGH, SYMMETRIC, Clipped
+from laplace.structures.base import Contribution, Forms, Gaussian, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
 from laplace.structures.full import FullCurvature
 from laplace.weights.layout import Layout
 
+DENSE = ({"diag": "p"}, {"H": "pp"})  # the forms of a tensor that is kept densely, or as its diagonal if it is large
+
 
 class Dense(BlockDiagonal):
-    """The p x p block of every tensor."""
+    """Keep the p x p block of every tensor."""
 
     name = "block"
+    precision_forms = ("dense", "kron")
+    forms = Forms(DENSE)
+
+    def form(self, own: Sums, whole: Sums) -> str:
+        return dense_form(own)
 
     def block_sums(self, moments: MomentsOf) -> Contribution:
         return {"H": moments.gram().double()}
@@ -49,8 +58,20 @@ def dense_bytes(weights: int) -> int:
     return 3 * 8 * weights**2
 
 
+def dense_form(own: Sums) -> str:
+    """Say how large a dense block is."""
+    return f"dense {own['H'].shape[-1]}"
+
+
 class DenseBlock(Block):
-    """H of one tensor."""
+    """H of one tensor.
+
+    Args:
+        h: (p, p).
+        shape: of the tensor.
+        dtype: of the posterior; decompositions are in float64.
+        semidefinite: whether eigenvalues below zero are rounding.
+    """
 
     def __init__(self, h: Tensor, shape: tuple[int, ...], dtype: torch.dtype, semidefinite: bool = True) -> None:
         self.shape = shape
@@ -60,7 +81,7 @@ class DenseBlock(Block):
     def clipped(self) -> Clipped:
         return self.whole.clipped
 
-    def gaussian(self, scale: Tensor, precision: Tensor) -> DenseGaussian:
+    def gaussian(self, scale: Tensor, precision: Tensor | Kronecker) -> DenseGaussian:
         return DenseGaussian(self.whole.gaussian(scale, [precision]))
 
     def matrix(self) -> Tensor:
@@ -94,8 +115,8 @@ class DenseGaussian(BlockGaussian):
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return vectors @ self.whole.covariance_matrix()
 
-    def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        return getattr(self.whole, what)(jacobian.alone(), *args)
+    def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
+        return asked.of_weights(self.whole, jacobian.alone())
 
     def traces(self, each: bool) -> Traces:
         if each:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from laplace.algebra import check_positive
-from laplace.backprop.gradients import JacobianOf, MomentsOf, Spread
-from laplace.structures.base import Contribution, Sums, Traces
+from laplace.backprop.asked import Asked
+from laplace.backprop.gradients import JacobianOf, KroneckerCovariance, MomentsOf
+from laplace.errors import UnsupportedError
+from laplace.linalg.kronecker import Kronecker
+from laplace.linalg.symmetric import check_positive
+from laplace.structures.base import Contribution, Forms, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
 
 
 class Diag(BlockDiagonal):
-    """A diagonal block per tensor."""
+    """Keep the diagonal."""
 
     name = "diag"
+    forms = Forms(({"diag": "p"},))
 
     def block_sums(self, moments: MomentsOf) -> Contribution:
         return {"diag": moments.squares()}
-
-    def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
-        return 3 * itemsize * moments.weights
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p, t = moments.weights, moments.positions
@@ -31,18 +32,31 @@ class Diag(BlockDiagonal):
 
 
 class DiagBlock(Block):
-    """diag(H) of one parameter tensor."""
+    """diag(H) of one parameter tensor.
+
+    Args:
+        diagonal: (p,).
+        shape: of the tensor.
+    """
 
     def __init__(self, diagonal: Tensor, shape: tuple[int, ...]) -> None:
         self.diagonal, self.shape = diagonal, shape
 
-    def gaussian(self, scale: Tensor, precision: Tensor) -> DiagGaussian:
+    def gaussian(self, scale: Tensor, precision: Tensor | Kronecker) -> DiagGaussian:
+        if isinstance(precision, Kronecker) or precision.dim() == 2:
+            raise UnsupportedError(
+                f"a tensor of shape {self.shape} is kept as its diagonal, which has no form for a prior precision that "
+                "is a matrix. Take hessian_structure='full' or 'block', or no matrix for this tensor."
+            )
         total = scale * self.diagonal + precision
         check_positive(total)
         return DiagGaussian(total, self.shape)
 
     def matrix(self) -> Tensor:
         return self.diagonal.diag()
+
+    def as_diagonal(self) -> Tensor:
+        return self.diagonal
 
 
 class DiagGaussian(BlockGaussian):
@@ -68,13 +82,14 @@ class DiagGaussian(BlockGaussian):
     def precision_matrix(self) -> Tensor:
         return self.precision.diag()
 
+    def as_diagonal(self) -> Tensor:
+        return self.precision
+
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return vectors / self.precision
 
-    def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        return getattr(jacobian, what)(
-            Spread(self.precision.reciprocal().reshape(1, self.shape[0] if self.shape else 1, -1)), *args
-        )
+    def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
+        return asked.of(jacobian, KroneckerCovariance.independent(self.precision.reciprocal(), self.shape))
 
     def traces(self, each: bool) -> Traces:
         variance = self.precision.double().reciprocal()

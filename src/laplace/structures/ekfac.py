@@ -6,42 +6,61 @@ Q_A and Q_B are those of `kron`; a second run over the data finds E[o, i] = sum 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Moments, MomentsOf
-from laplace.structures.base import Contribution, Pass, Sums
+from laplace.backprop.gradients import Moments, MomentsOf, is_absent
+from laplace.linalg.symmetric import blurred
+from laplace.structures.base import Contribution, Forms, Pass, Sums
 from laplace.structures.block import Block
 from laplace.structures.blockdiag import Eigh, by_tensor
+from laplace.structures.dense import DENSE
 from laplace.structures.kron import EigenbasisBlock, Kron, KronBlock
 from laplace.weights.layout import Layout
 
-_APART = 1e-8  # of the largest diagonal entry
+EIGENBASIS = tuple(
+    {"E": "goi"} | ({"left": "goo"} if left else {}) | ({"right": "gii"} if right else {})
+    for left in (True, False)
+    for right in (True, False)
+)
 
 
 class Ekfac(Kron):
-    """The eigenbasis of kron, with exact variances along it; dense or diagonal where kron is."""
+    """Keep the eigenbasis of kron, with exact variances along it; dense or diagonal where kron is.
+
+    Args:
+        weight_sharing: for weights used at many positions: 'expand' or 'reduce'.
+
+    Raises:
+        OptionError: a value is unknown.
+    """
 
     name = "ekfac"
     options = ("weight_sharing",)
+    precision_forms = ()
     passes = 2
+    forms = Forms((*DENSE, *EIGENBASIS))
 
     def __init__(self, weight_sharing: str = "expand") -> None:
         super().__init__(weight_sharing=weight_sharing)
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
-        eigh, shapes = Eigh(dtype), dict(zip(layout.names, layout.shapes, strict=True))
+        eigh, shapes = Eigh(dtype, ties=True), dict(zip(layout.names, layout.shapes, strict=True))
         parts = {name: part for name, part in by_tensor(sums, layout).items() if "B" in part}
-        matrices = {
-            name: [key for key in part if part[key].dim() == 3 and key != "count"] for name, part in parts.items()
-        }
-        parts = {name: part | {key: _told_apart(part[key]) for key in matrices[name]} for name, part in parts.items()}
         bases = {name: KronBlock(part, shapes[name], False, eigh) for name, part in parts.items()}
         return self.rotated(bases) if bases else None
 
     def rotated(self, bases: dict[str, KronBlock]) -> Rotated:
         """The run over the data in these bases."""
         return Rotated(bases)
+
+    def form(self, own: Sums, whole: Sums) -> str:
+        if "E" not in own:
+            return super().form(own, whole)
+        groups, rows, columns = own["E"].shape
+        return f"ekfac {rows} x {columns}" if groups == 1 else f"{groups} groups of ekfac {rows} x {columns}"
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         each, once = super().block_work(moments, vectors)
@@ -70,7 +89,8 @@ class Rotated(Pass):
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         named = dict(zip(layout.names, moments.parameters, strict=True))
-        found = {name: self.block_sums(named[name], block) for name, block in self.bases.items()}
+        used = {name: block for name, block in self.bases.items() if not is_absent(named[name])}
+        found = {name: self.block_sums(named[name], block) for name, block in used.items()}
         return {f"{name}/{key}": value for name, part in found.items() for key, value in part.items()}
 
     def finish(self, before: Sums, found: Sums) -> Sums:
@@ -98,14 +118,12 @@ class EkfacBlock(EigenbasisBlock):
         self.left, self.right = (eigh.found(sums[key]) if key in sums else None for key in ("left", "right"))
         self.e = self.like = sums["E"].to(eigh.dtype)  # (Gr, O, I)
 
+    @cached_property
+    def blur(self) -> float:  # type: ignore[override]
+        """Along the basis nothing is rounded much; but which directions small eigenvalues have is."""
+        largest = self.e.max()
+        sides = [self.e.amax(2), self.e.amax(1)]  # (Gr, O), (Gr, I)
+        return max(blurred(side) for side in sides) * float(largest)
+
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:
         return scale * self.e + delta
-
-
-def _told_apart(factor: Tensor) -> Tensor:  # (Gr, D, D)
-    """A factor whose equal eigenvalues are no longer equal: rounding would choose their eigenvectors, and so E."""
-    places = torch.arange(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    uneven = (places * 0.6180339887) % 1  # no symmetry of a factor is one of these numbers
-    largest = factor.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
-    apart = max(_APART, 4 * torch.finfo(factor.dtype).eps)
-    return factor + apart * (largest * uneven).diag_embed()

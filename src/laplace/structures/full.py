@@ -13,16 +13,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH, SYMMETRIC, Clipped, check_positive, clip, spectrum
 from laplace.backprop.gradients import Covariance, Jacobian, Moments
-from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces
+from laplace.linalg.kronecker import Kronecker
+from laplace.linalg.symmetric import EIGH, SYMMETRIC, Clipped, check_positive, clip, spectrum
+from laplace.structures.base import Contribution, Curvature, Forms, Gaussian, Structure, Sums, Traces
 from laplace.weights.layout import Layout
 
 
 class Full(Structure):
-    """The whole P x P matrix."""
+    """Keep the whole P x P matrix."""
 
     name = "full"
+    precision_forms = ("dense", "kron", "whole")
+    forms = Forms(whole=({"H": "PP"},))
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         return {"H": moments.gram().double()}
@@ -57,15 +60,27 @@ class FullCurvature(Curvature):
     def clipped(self) -> Clipped:
         return self.eigh[2]
 
-    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> Gaussian:
-        if all(d is precision[0] and d.numel() == 1 for d in precision):
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor | Kronecker]) -> Gaussian:
+        if any(isinstance(d, Kronecker) or d.dim() == 2 for d in precision):
+            return CholeskyGaussian(scale.to(self.h) * self.h + self._written(precision), self.layout, self.dtype)
+        deltas = [d for d in precision if isinstance(d, Tensor)]
+        if all(d is deltas[0] and d.numel() == 1 for d in deltas):
             values, vectors, _ = self.eigh
-            total = scale * values + precision[0].reshape(())
+            total = scale * values + deltas[0].reshape(())
             check_positive(total)
             return SpectralGaussian(total, vectors, self.layout)
         sizes = self.layout.sizes
-        diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in zip(precision, sizes, strict=True)])
+        diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in zip(deltas, sizes, strict=True)])
         return CholeskyGaussian(scale.to(self.h) * self.h + diagonal.to(self.h).diag(), self.layout, self.dtype)
+
+    def _written(self, precision: Sequence[Tensor | Kronecker]) -> Tensor:  # (P, P)
+        """Write out a prior precision of which some blocks are matrices; one matrix may be of all weights."""
+        sizes = self.layout.sizes if len(precision) == len(self.layout.names) else [self.layout.n_params]
+        blocks = [d.matrix() if isinstance(d, Kronecker) else d for d in precision]
+        pairs = zip(blocks, sizes, strict=True)
+        return torch.block_diag(
+            *[d.to(self.h) if d.dim() == 2 else d.to(self.h).reshape(-1).expand(size).diag() for d, size in pairs]
+        )
 
     def matrix(self) -> Tensor:
         return self.h.to(self.dtype)
@@ -110,6 +125,10 @@ class _Dense(Gaussian):
     def dense_variance(self, jacobians: Tensor) -> Tensor:
         rows = jacobians @ self.sigma.root
         return rows @ rows.mT
+
+    def scale(self) -> Tensor:
+        like = self.marginal_variances()
+        return self.color(torch.eye(len(like), dtype=like.dtype, device=like.device)).T
 
     def traces(self, groups: str) -> Traces:
         return self._grouped(self.sigma.matrix, groups)

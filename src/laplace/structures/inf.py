@@ -15,32 +15,43 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread
+from laplace.backprop.asked import Asked
+from laplace.backprop.gradients import Basis, JacobianOf, KroneckerCovariance, MomentsOf
 from laplace.budget import Budget
 from laplace.checks import shown, whole_number
 from laplace.errors import OptionError
-from laplace.structures.base import Contribution, Sums, Traces
+from laplace.linalg.lowrank import DiagonalPlusLowRank
+from laplace.linalg.symmetric import check_positive
+from laplace.structures.base import Contribution, Forms, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import Eigh
-from laplace.structures.ekfac import Ekfac, Rotated
+from laplace.structures.dense import DENSE
+from laplace.structures.ekfac import EIGENBASIS, Ekfac, Rotated
 from laplace.structures.kron import KronBlock
-from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of
 from laplace.weights.layout import Layout
 
 DEFAULT_RANK = 100
-_CHUNK = 2**19  # numbers of the low-rank columns written out at a time, and of outputs along them
+_ROUNDED = 32  # roundings of the exact diagonal that its difference to the eigenpairs' is
+_CHUNK = 2**19  # numbers of the low-rank columns written out at a time
+_ALONG = 2**23  # numbers of outputs along them: for each such chunk of examples, all columns are written out again
 
 
 class Inf(Ekfac):
-    """Some Kronecker eigenvectors and the exact diagonal of every tensor; dense or diagonal where kron is.
+    """Keep some Kronecker eigenvectors and the exact diagonal of every tensor; dense or diagonal where kron is.
 
-    `rank` is how many eigenpairs a block keeps (all of its own where it has fewer), or, as a float up to 1, the share
-    of the trace that they are to have. None is 100.
+    Args:
+        rank: how many eigenpairs a block keeps (all of its own where it has fewer), or, as a float up to 1, the share
+            of the trace that they are to have. None is 100.
+        weight_sharing: for weights used at many positions: 'expand' or 'reduce'.
+
+    Raises:
+        OptionError: a value is unknown, or outside its range.
     """
 
     name = "inf"
     options = ("rank", "weight_sharing")
     prior_structures = ("scalar", "layerwise", "diag")
+    forms = Forms((*DENSE, *EIGENBASIS, {"left": "gok", "right": "gik", "values": "k", "F": "p"}))
 
     def __init__(self, rank: int | float | None = None, weight_sharing: str = "expand") -> None:
         super().__init__(weight_sharing)
@@ -54,6 +65,9 @@ class Inf(Ekfac):
                 f"rank={self.rank} is more than any block has dimensions: the largest is {name!r} with {largest}. Give "
                 f"rank= at most {largest}, or a share of the trace such as rank=0.95."
             )
+
+    def form(self, own: Sums, whole: Sums) -> str:
+        return f"inf, rank {len(own['values'])}" if "values" in own else super().form(own, whole)
 
     def rotated(self, bases: dict[str, KronBlock]) -> Largest:
         return Largest(bases, DEFAULT_RANK if self.rank is None else self.rank, self.budget)
@@ -115,13 +129,17 @@ class InfBlock(Block):
         self.shape = shape
         left, right, values, exact = (sums[key].double() for key in ("left", "right", "values", "F"))
         low = ((left.square() * values) @ right.square().mT).flatten()  # diag(F_k)
-        rest = exact.clamp(min=0) - low
-        shrink = torch.where(rest < 0, (exact.clamp(min=0) / low).sqrt(), 1.0)
-        self.rest, self.values = rest.clamp(min=0).to(dtype), values.to(dtype)
+        exact = exact.clamp(min=0)
+        rest = exact - low
+        shrink = torch.where(rest < 0, (exact / low).sqrt(), 1.0)
+        rounding = _ROUNDED * torch.finfo(dtype).eps * exact  # a bias, say, has no rest: what is left of it is rounding
+        self.rest, self.values = torch.where(rest > rounding, rest, 0.0).to(dtype), values.to(dtype)
         self.columns = KroneckerColumns(left.to(dtype), right.to(dtype), shrink.to(dtype))
 
     def gaussian(self, scale: Tensor, precision: Tensor) -> InfGaussian:
-        return InfGaussian(scale * self.rest + precision, self.columns, scale * self.values)
+        diagonal = scale * self.rest + precision
+        check_positive(diagonal)
+        return InfGaussian(diagonal, self.columns, scale * self.values)
 
     def matrix(self) -> Tensor:
         return DiagonalPlusLowRank(self.rest, self.columns, self.values).precision_matrix()
@@ -132,17 +150,17 @@ class InfGaussian(DiagonalPlusLowRank, BlockGaussian):
 
     u: KroneckerColumns
 
-    def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        jacobian, args = jacobian.double(), tuple(a.double() for a in args)
-        whole = getattr(jacobian, what)(Spread(self.d.reciprocal().reshape(self.u.factors)), *args)
+    def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
+        jacobian, asked = jacobian.double(), asked.double()
+        whole = asked.of(jacobian, KroneckerCovariance(self.d.reciprocal().reshape(self.u.factors)))
         if not len(self.w):
             return whole.to(self.dtype)
-        if what == "joint":
-            return left_of(whole, self._explained(jacobian, slice(None)), what).to(self.dtype)
+        if not asked.examples_apart:
+            return asked.left(whole, self._explained(jacobian, slice(None))).to(self.dtype)
         n, c = whole.shape[:2]
-        step = max(1, _CHUNK // (c * len(self.w)))
+        step = max(1, _ALONG // (c * len(self.w)))
         parts = [slice(start, min(start + step, n)) for start in range(0, n, step)]
-        left = [left_of(whole[s], self._explained(jacobian, s), what, *(a[s] for a in args)) for s in parts]
+        left = [asked.part(s).left(whole[s], self._explained(jacobian, s)) for s in parts]
         return torch.cat(left).to(self.dtype)
 
     def traces(self, each: bool) -> Traces:

@@ -6,45 +6,75 @@ its diagonal, and so is B of a layer with many outputs; their eigenbasis is that
 The prior is added exactly, in the eigenbasis: eigenvalues s beta_o alpha_i + delta. With `damping=True` it is split
 over the factors as in the paper, (s B + sqrt(delta) I) (x) (A + sqrt(delta) I); `damping='balanced'` divides and
 multiplies the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps the split close to the exact one.
+
+A prior precision d K_B (x) K_A is added exactly, too. With K = L L^T of each side, B' = L_B^-1 B L_B^-T = U diag(b) U^T
+and A' = V diag(a) V^T the same way, the covariance is W diag(1 / (s b a + d)) W^T in W = L_B^-T U (x) L_A^-T V.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH, SYMMETRIC, Rows, check_positive
-from laplace.backprop.gradients import Basis, JacobianOf, MomentsOf, Spread, rotate_left, rotate_right
-from laplace.checks import shown
-from laplace.errors import NumericalError, OptionError
-from laplace.structures.base import Contribution, Sums, Traces
+from laplace.backprop.asked import Asked
+from laplace.backprop.gradients import Basis, JacobianOf, KroneckerCovariance, MomentsOf, rotate_left, rotate_right
+from laplace.checks import choice, shown
+from laplace.errors import NumericalError, OptionError, UnsupportedError
+from laplace.linalg.kronecker import Kronecker
+from laplace.linalg.symmetric import EIGH, SYMMETRIC, GramRows, blurred, check_positive
+from laplace.structures.base import Contribution, Forms, Sums, Traces
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
-from laplace.structures.dense import DenseBlock, dense_bytes, dense_work
+from laplace.structures.dense import DENSE, DenseBlock, dense_bytes, dense_form, dense_work
 from laplace.structures.diag import DiagBlock
 
 DENSE_LIMIT = 1024  # weights up to which a tensor without a Kronecker form gets a dense block; beyond, a diagonal
 WIDE = 8192  # outputs of a layer (a vocabulary) above which B is its diagonal
 DAMPINGS = (False, True, "balanced")
+SHARINGS = ("expand", "reduce")
+
+
+_FACTORS = tuple(
+    {a: inputs, b: outputs, "count": ""}
+    for a in ("A", "A_left")
+    for inputs in ("gii", "gi")
+    for b, outputs in (("B", "goo"), ("b", "go"))
+)
 
 
 class Kron(BlockDiagonal):
-    """A Kronecker-factored block per tensor; dense or diagonal where a tensor's gradients are no outer products."""
+    """Keep a Kronecker-factored block per tensor; dense or diagonal where its gradients are no outer products.
+
+    Args:
+        damping: True splits the prior over the two factors as in the paper, 'balanced' splits it well; False adds the
+            prior exactly.
+        weight_sharing: for weights used at many positions: 'expand' or 'reduce'.
+
+    Raises:
+        OptionError: a value is unknown.
+    """
 
     name = "kron"
+    forms = Forms((*DENSE, *_FACTORS))
     options = ("damping", "weight_sharing")
     exact_hessian = False
     scattered = False
     prior_structures = ("scalar", "layerwise")
+    precision_forms = ("kron",)
 
     def __init__(self, damping: bool | str = False, weight_sharing: str = "expand") -> None:
         if not isinstance(damping, (bool, str)) or damping not in DAMPINGS:
             raise OptionError(f"damping={shown(damping)} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
-        self.damping, self.weight_sharing = damping, weight_sharing
+        self.damping, self.weight_sharing = damping, choice(weight_sharing, SHARINGS, "weight_sharing")
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        return self.prior_structures if self.damping else super().takes
 
     def block_sums(self, moments: MomentsOf) -> Contribution:
         if moments.form == "dense":
@@ -60,7 +90,7 @@ class Kron(BlockDiagonal):
                 sums |= {key: gram}
             else:
                 count = len(rows)
-                sums |= {key: Rows(rows)}
+                sums |= {key: GramRows(rows)}
             sums |= {"count": count if isinstance(count, Tensor) else float(count)}
         return sums
 
@@ -91,6 +121,16 @@ class Kron(BlockDiagonal):
         outputs, of_outputs = (b, 0) if b > WIDE else (b**2, b**3)
         return groups * t * (inputs + vectors * outputs), EIGH * groups * (of_outputs + of_inputs)
 
+    def form(self, own: Sums, whole: Sums) -> str:
+        if not self.in_own_form(own):
+            return "diag" if "diag" in own else dense_form(own)
+        groups, rows, columns = _kept_sides(own)
+        factors = f"kron {'diagonal ' if 'b' in own else ''}{rows} x {columns}"
+        return factors if groups == 1 else f"{groups} groups of {factors}"
+
+    def in_own_form(self, own: Sums) -> bool:
+        return not own.keys() & {"diag", "H"}
+
     def notes(self, sums: Sums) -> Iterator[str]:
         wide = {key.rpartition("/")[0]: b.shape[1] for key, b in sums.items() if key.rpartition("/")[2] == "b"}
         if wide:
@@ -106,6 +146,13 @@ class Kron(BlockDiagonal):
         if "H" in sums:
             return DenseBlock(sums["H"], shape, eigh.dtype)
         return KronBlock(sums, shape, self.damping, eigh)
+
+
+def _kept_sides(own: Sums) -> tuple[int, int, int]:
+    """Groups, rows and columns of a tensor from its Kronecker factors."""
+    b, a = own["b" if "b" in own else "B"], own["A_left" if "A_left" in own else "A"]
+    o, i = b.shape[-1], a.shape[-1]
+    return (b.shape[0], i, o) if "A_left" in own else (b.shape[0], o, i)
 
 
 def _sides(moments: MomentsOf) -> tuple[int, int, int]:
@@ -125,7 +172,12 @@ class EigenbasisBlock(Block):
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (Gr, O, I)
         """The precision's eigenvalues in the basis left (x) right."""
 
-    def gaussian(self, scale: Tensor, precision: Tensor) -> KronGaussian:
+    def gaussian(self, scale: Tensor, precision: Tensor | Kronecker) -> KronGaussian:
+        if isinstance(precision, Kronecker):
+            raise UnsupportedError(
+                "eigenvalues of its own in the basis of the factors have no form for a Kronecker prior precision. Take "
+                "hessian_structure='kron', 'full' or 'block'."
+            )
         if precision.numel() != 1:
             raise OptionError(
                 f"a prior precision per weight ({precision.numel()} values for one tensor) has no Kronecker form. Give "
@@ -156,6 +208,35 @@ class KronBlock(EigenbasisBlock):
         self.like = self.beta
         self.damping = damping if len(shape) > 1 else False
         self.commutes = not self.damping
+        self._whitened: Whitened | None = None
+
+    def gaussian(self, scale: Tensor, precision: Tensor | Kronecker) -> KronGaussian:
+        if not isinstance(precision, Kronecker):
+            return super().gaussian(scale, precision)
+        if self._whitened is None or not self._whitened.of(precision):
+            with torch.no_grad():
+                self._whitened = Whitened(self, precision)
+        eigenvalues = scale * self._whitened.values + precision.strength
+        check_positive(eigenvalues)
+        return WhitenedGaussian(eigenvalues, self._whitened)
+
+    def factors(self) -> tuple[Tensor, Tensor]:  # (O, O), (I, I)
+        """The two factors in float64, that of the tensor's rows first."""
+        if self.beta.shape[0] != 1:
+            raise UnsupportedError(
+                f"a Kronecker prior precision of a tensor with {self.beta.shape[0]} groups is not there. Take "
+                "hessian_structure='full' or 'block', or no matrix for this tensor."
+            )
+        sides = (self.alpha, self.beta) if self.inputs_left else (self.beta, self.alpha)
+        pairs = zip(sides, (self.left, self.right), strict=True)
+        written = [(values[0].double(), _written(q, values.shape[1], values)[0].double()) for values, q in pairs]
+        left, right = [(q * values) @ q.T for values, q in written]
+        return left, right
+
+    @cached_property
+    def blur(self) -> float:  # type: ignore[override]
+        rounding = max(blurred(self.alpha), blurred(self.beta))
+        return rounding * float(self.alpha.max() * self.beta.max()) if rounding else 0.0
 
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:
         columns, rows = (2, 1) if self.inputs_left else (1, 2)
@@ -181,9 +262,9 @@ class KronGaussian(BlockGaussian):
         return self.eigenvalues.reciprocal()
 
     @cached_property
-    def spread(self) -> Spread:
+    def spread(self) -> KroneckerCovariance:
         """The covariance as a Jacobian asks for it."""
-        return Spread(self.variances, self.block.left, self.block.right)
+        return KroneckerCovariance(self.variances, self.block.left, self.block.right)
 
     def logdet(self) -> Tensor:
         return self.eigenvalues.double().log().sum()
@@ -211,8 +292,8 @@ class KronGaussian(BlockGaussian):
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return self._out(self._into(vectors) * self.variances)
 
-    def outputs(self, jacobian: JacobianOf, what: str, *args: Tensor) -> Tensor:
-        return getattr(jacobian, what)(self.spread, *args)
+    def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
+        return asked.of(jacobian, self.spread)
 
     def traces(self, each: bool) -> Traces:
         variances = self.variances.double()
@@ -226,6 +307,62 @@ class KronGaussian(BlockGaussian):
         left, right = self.block.left, self.block.right
         matrices = matrices if left is None else left.vectors @ matrices
         return (matrices if right is None else matrices @ right.vectors.mT).flatten(-3)
+
+
+class Whitened(EigenbasisBlock):
+    """A block in the bases W = L^-T U of each side, in which both H and the prior K are diagonal; K is 1 there."""
+
+    def __init__(self, block: KronBlock, precision: Kronecker) -> None:
+        self.shape, self.like, self.prior = block.shape, block.like, precision
+        self.inverses: list[Basis] = []
+        self.turns: list[Basis] = []
+        bases, spectra = [], []
+        for h, k in zip(block.factors(), (precision.left, precision.right), strict=True):
+            root = torch.linalg.cholesky(k.to(h))
+            half = torch.linalg.solve_triangular(root, h, upper=False)
+            values, u = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.T, upper=False))
+            spectra.append(values.clamp(min=0))
+            bases.append(Basis(torch.linalg.solve_triangular(root.T, u, upper=True).to(self.like).unsqueeze(0)))
+            self.inverses.append(Basis((root @ u).to(self.like).unsqueeze(0)))  # W^-T
+            self.turns.append(Basis(u.to(self.like).unsqueeze(0)))
+        self.left, self.right = bases
+        self.values = torch.outer(*spectra).to(self.like).unsqueeze(0)  # (1, O, I)
+        self.logdet = replace(precision, strength=torch.ones_like(precision.strength)).logdet()
+
+    def of(self, precision: Kronecker) -> bool:
+        """Whether it was made for the factors of this prior."""
+        pairs = ((self.prior.left, precision.left), (self.prior.right, precision.right))
+        return all(a is b or torch.equal(a, b) for a, b in pairs)
+
+    def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:
+        return scale * self.values + delta
+
+
+class WhitenedGaussian(KronGaussian):
+    """Covariance W diag(R) W^T with bases W that are not orthogonal."""
+
+    block: Whitened
+
+    def logdet(self) -> Tensor:
+        return super().logdet() + self.block.logdet
+
+    def color(self, eps: Tensor) -> Tensor:
+        left, right = self.block.turns
+        turned = rotate_left(rotate_right(eps.unflatten(-1, self.eigenvalues.shape), right), left)
+        return self._out(turned * self.variances.sqrt())  # whatever basis eigh chose
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        left, right = self.block.inverses
+        inside = rotate_left(rotate_right(vector.unflatten(-1, self.eigenvalues.shape), right), left)
+        return (inside.square() * self.eigenvalues).sum((-3, -2, -1))
+
+    def precision_matrix(self) -> Tensor:
+        basis = torch.kron(*[side.vectors[0] for side in self.block.inverses])
+        return (basis * self.eigenvalues.flatten()) @ basis.T
+
+    def traces(self, each: bool) -> Traces:
+        sigma = self.covariance_times(torch.eye(self.eigenvalues.numel(), dtype=self.eigenvalues.dtype)).double()
+        return sigma.trace(), sigma.square().sum()
 
 
 def _written(basis: Basis | None, side: int, like: Tensor) -> Tensor:  # (Gr, side, side)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.algebra import EIGH
 from laplace.backprop.gradients import Moments
 from laplace.checks import whole_number
 from laplace.errors import OptionError
-from laplace.structures.base import Contribution, Pass, Structure, Sums
-from laplace.structures.krylov import Krylov, Ritz, start, vectors
+from laplace.linalg.krylov import Krylov, Ritz, start, vectors
+from laplace.linalg.symmetric import EIGH
+from laplace.structures.base import Contribution, Forms, Pass, Structure, Sums
 from laplace.structures.lowrank_gaussian import LowRankCurvature
 from laplace.weights.layout import Layout
 
@@ -30,11 +30,27 @@ _SMALL = {torch.float64: 1e-6, torch.float32: 1e-5}  # residual over largest eig
 
 
 class LowRank(Structure):
-    """The `rank` largest eigenvalues (and those equal to the last), or all above `tol` times the largest."""
+    """Keep the largest eigenpairs of all weights together.
+
+    Args:
+        rank: how many (and those equal to the last). None is 20.
+        tol: instead of `rank`: all eigenvalues above `tol` times the largest.
+
+    Raises:
+        OptionError: a value is outside its range, or both are given.
+    """
 
     name = "lowrank"
     options = ("rank", "tol")
     passes = 2
+    forms = Forms(
+        whole=tuple(
+            {"vectors": "rP", "values": "r", "residuals": "r", "passes": "", "negative": "", "lowest": "", "cut": ""}
+            | t
+            for t in ({"trace": ""}, {})
+        ),
+        counts=("passes", "negative"),
+    )
 
     def __init__(self, rank: int | float | None = None, tol: float | None = None) -> None:
         if rank is not None and tol is not None:
@@ -46,6 +62,9 @@ class LowRank(Structure):
         self.rank = None if rank is None else whole_number(rank, "rank")
         self.tol = tol
         self._start: Tensor | None = None  # drawn once for all batches of the first run
+
+    def spectrum(self, sums: Sums) -> Spectrum:
+        return Spectrum.of(sums)
 
     def check(self, layout: Layout) -> None:
         size = layout.n_params
@@ -92,7 +111,7 @@ class LowRank(Structure):
         krylov, ritz = krylov.grown(product)
         others = others | self._counted(ritz, others)
         small = _SMALL[product.dtype]
-        wanted = self._wanted(ritz.values, 10 * small)
+        wanted = self._wanted(ritz.values, 10 * small, 10 * torch.finfo(product.dtype).eps)
         far = bool((ritz.residuals[:wanted] > small * ritz.values.abs().max()).any())
         far |= self.tol is not None and wanted == len(ritz.values)
         if len(krylov.block) and far and int(others["passes"]) < MOST_PASSES:
@@ -127,10 +146,9 @@ class LowRank(Structure):
         count, lowest = torch.maximum(count, others["negative"]), torch.minimum(lowest, others["lowest"])
         return {"passes": others["passes"] + 1, "negative": count, "lowest": lowest}
 
-    def _wanted(self, values: Tensor, close: float) -> int:
+    def _wanted(self, values: Tensor, close: float, rounding: float) -> int:
         """How many of the pairs are to be kept; those that are zero but for rounding are not."""
-        rounding = 10 * torch.finfo(torch.float64).eps * values.abs().max()
-        positive = values[values > torch.maximum(rounding, (self.tol or 0.0) * values[0])]
+        positive = values[values > torch.maximum(rounding * values.abs().max(), (self.tol or 0.0) * values[0])]
         if self.tol is not None or len(positive) <= (self.rank or RANK):
             return len(positive)
         last = positive[(self.rank or RANK) - 1]
@@ -146,6 +164,9 @@ class LowRank(Structure):
         size = layout.n_params
         block = self._block(size)
         return _growth(0 if block == size else _BLOCKS * block, block, size, itemsize)
+
+    def form(self, own: Sums, whole: Sums) -> str:
+        return f"lowrank {len(whole['vectors'])}"
 
     def notes(self, sums: Sums) -> Iterator[str]:
         spectrum = Spectrum.of(sums)

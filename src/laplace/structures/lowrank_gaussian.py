@@ -11,10 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Jacobian, Spread
+from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Asked, Times
+from laplace.backprop.gradients import Jacobian, KroneckerCovariance
 from laplace.budget import Budget
+from laplace.linalg.lowrank import DiagonalPlusLowRank
+from laplace.linalg.symmetric import check_positive
 from laplace.structures.base import Curvature, Gaussian, Traces, require_pairs
-from laplace.structures.lowrank_algebra import DiagonalPlusLowRank, left_of
 from laplace.weights.layout import Layout
 
 _PIECE = 2**22  # numbers of U that are in float64 at a time
@@ -45,18 +47,18 @@ class LowRankCurvature(Curvature):
                 yield gaussian.variance(jacobian)
                 continue
             if seen is None:  # the same for every precision that all weights share
-                seen = self.seen(jacobian, torch.ones_like(gaussian.d), "variance")
+                seen = self.seen(jacobian, torch.ones_like(gaussian.d), EACH_OUTPUT)
             prior, along = (part / gaussian.shared for part in seen)
-            yield left_of(prior, gaussian.explained(along), "variance").to(gaussian.dtype)
+            yield EACH_OUTPUT.left(prior, gaussian.explained(along)).to(gaussian.dtype)
 
-    def seen(self, jacobian: Jacobian, variances: Tensor, what: str, *args: Tensor) -> tuple[Tensor, Tensor]:
-        """J diag(variances) J^T, of which `what`, and J diag(variances) U, (R, N, C): in float64, tensor by tensor."""
+    def seen(self, jacobian: Jacobian, variances: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+        """What is asked of J diag(variances) J^T, and J diag(variances) U, (R, N, C): in float64, tensor by tensor."""
         prior = along = None
         layout = self.layout
         tensors = zip(layout.shapes, layout.split(variances), layout.split(self.vectors), strict=True)
         for part, (shape, variance, columns) in zip(jacobian.parameters, tensors, strict=True):
-            j, spread = part.double(), Spread(variance.reshape(1, shape[0] if shape else 1, -1))
-            terms = getattr(j, what)(spread, *args), j.along(columns * variance)
+            j = part.double()
+            terms = asked.of(j, KroneckerCovariance.independent(variance, shape)), j.along(columns * variance)
             prior, along = terms if prior is None or along is None else (prior + terms[0], along + terms[1])
         assert prior is not None
         assert along is not None
@@ -85,6 +87,7 @@ class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
         self.layout = curvature.layout
         sizes = zip(precision, self.layout.sizes, strict=True)
         diagonal = torch.cat([d.reshape(-1).expand(size) for d, size in sizes])
+        check_positive(diagonal)
         super().__init__(diagonal, curvature, scale * curvature.values)
         self.by_tensor = precision if all(d.numel() == 1 for d in precision) else None
         same = all(d is precision[0] and d.numel() == 1 for d in precision)
@@ -99,16 +102,16 @@ class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
         return torch.eye(len(m), dtype=m.dtype, device=m.device) + m
 
     def variance(self, jacobian: Jacobian) -> Tensor:
-        return self._outputs(jacobian, "variance")
+        return self._outputs(jacobian, EACH_OUTPUT)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        return self._outputs(jacobian, "covariance")
+        return self._outputs(jacobian, EACH_EXAMPLE)
 
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
-        return self._outputs(jacobian, "product", v.double())
+        return self._outputs(jacobian, Times(v.double()))
 
     def joint(self, jacobian: Jacobian) -> Tensor:
-        return self._outputs(jacobian, "joint")
+        return self._outputs(jacobian, ALL_EXAMPLES)
 
     def dense_variance(self, jacobians: Tensor) -> Tensor:
         return self.covariance_times(jacobians) @ jacobians.mT
@@ -120,6 +123,6 @@ class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
             return sigma.diagonal(), sigma.square()
         return self.group_traces([self.layout.n_params] if groups == "scalar" else self.layout.sizes)
 
-    def _outputs(self, jacobian: Jacobian, what: str, *args: Tensor) -> Tensor:
-        prior, along = self.u.seen(jacobian, self.d.reciprocal(), what, *args)
-        return left_of(prior, self.explained(along), what, *args).to(self.dtype)
+    def _outputs(self, jacobian: Jacobian, asked: Asked) -> Tensor:
+        prior, along = self.u.seen(jacobian, self.d.reciprocal(), asked)
+        return asked.left(prior, self.explained(along)).to(self.dtype)

@@ -1,7 +1,7 @@
-"""Bayesian optimisation of the validation score, for more precisions than coordinates can be searched one by one.
+"""Bayesian optimisation of the validation score, for too many precisions to search one by one.
 
-A Gaussian process over the logarithms models the score; each further point is where it expects most improvement. The
-first points are a grid of one value for all precisions, and some that fill the box evenly. Needs BoTorch.
+A Gaussian process over the logarithms models the score; each next point is where it expects the largest improvement.
+The first points are a grid of one value for all precisions, and some points that fill the box evenly. Needs BoTorch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.quasirandom import SobolEngine
 
 from laplace.tuning.search import Search
 
-_RESTARTS, _RAW = 4, 64  # of the search for the next point, which costs no look at the data
+_RESTARTS, _RAW = 4, 64  # of the search for the next point, which does not read the data
 
 
 def bayesian_search(search: Search, evaluations: int, seed: int) -> None:
-    """Look at the tied grids, at some scattered points, and then at `evaluations` points chosen one by one."""
+    """Score the tied grids, then some scattered points, then `evaluations` points chosen one by one."""
     tools = _tools()
     for index in search.tied:
         search.move(index, search.grids[index[0]])
@@ -28,7 +28,7 @@ def bayesian_search(search: Search, evaluations: int, seed: int) -> None:
     scattered = SobolEngine(len(low), scramble=True, seed=seed).draw(2 * len(low), dtype=torch.float64)
     search.look(list(low + scattered.to(low) * width))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on scaling and convergence of the surrogate, which only picks where to look
+        warnings.simplefilter("ignore")  # about scaling and convergence: the surrogate only picks the next point
         torch.manual_seed(seed)
         for _ in range(evaluations):
             x = (torch.stack([x for x, _ in search.seen]) - low) / width
@@ -38,7 +38,7 @@ def bayesian_search(search: Search, evaluations: int, seed: int) -> None:
 
 @torch.enable_grad()
 def _next(tools: _Tools, x: Tensor, y: Tensor) -> Tensor:  # (M, K), (M,) -> (K,)
-    """Where a Gaussian process of the scores so far expects most improvement."""
+    """Return the point where a Gaussian process of the scores so far expects the largest improvement."""
     better = -y.unsqueeze(1)
     better = (better - better.mean()) / better.std().clamp(min=1e-12)
     model = tools.SingleTaskGP(x, better)
@@ -50,7 +50,7 @@ def _next(tools: _Tools, x: Tensor, y: Tensor) -> Tensor:  # (M, K), (M,) -> (K,
 
 
 class _Tools:
-    """What is used of BoTorch and GPyTorch."""
+    """The parts of BoTorch and GPyTorch that are used."""
 
     def __init__(self) -> None:
         self.SingleTaskGP = import_module("botorch.models").SingleTaskGP

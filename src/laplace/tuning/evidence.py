@@ -12,9 +12,10 @@ entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher), and L
     d2/dz2        = L''/T - 2 q^2 sum_g delta_g (t_g - sum_h delta_h m_gh)
 
 so a step needs the traces of both Gaussians and nothing else: eigenvalues where the prior commutes with H, one
-factorisation where it does not. A structure whose prior is split over its factors (damping) has no such form; there the
-same Newton iteration takes its derivatives from autograd. After earlier tasks, whose curvature is part of the prior,
-log Z need not be concave: steps go uphill all the same, and the noise's second derivatives are bounds of theirs.
+factorisation where it does not. A structure whose prior is split over its factors (damping) has no such form, and nor
+has a prior that is not given by precisions; there the same Newton iteration takes its derivatives from autograd. After
+earlier tasks, whose curvature is part of the prior, log Z need not be concave: steps go uphill all the same, and the
+noise's second derivatives are bounds of theirs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor
 
 from laplace.errors import BoundaryWarning, LaplaceWarning, NumericalError, UnsupportedError, warn
-from laplace.posterior import Posterior
+from laplace.posterior.posterior import Posterior
+from laplace.priors.gaussian import GaussianPrior
+from laplace.structures.base import Traces
 from laplace.tuning.result import Point, Tuned
 from laplace.tuning.space import Space
 
@@ -51,7 +54,7 @@ def maximise_evidence(
     notes = _notes(problem, torch.where(fixed, 0, x), steps, max_steps)
     for note, category in notes:
         warn(note, category)
-    return Tuned("evidence", best, points, steps, len(points), tuple(note for note, _ in notes))
+    return Tuned("evidence", best, points, steps, len(points), tuple(note for note, _ in notes), steps < max_steps)
 
 
 def climb(space: Space, start: Tensor, max_steps: int, reach: float) -> Posterior:
@@ -71,8 +74,9 @@ class _Problem:
             space.noise,
         )
         fit = posterior.fit
-        self.posterior, self.r = posterior, posterior.prior.detached().distances(fit.mean, fit.layout, self.groups)
-        self.commutes = posterior.curvature.commutes
+        self.posterior, prior, self.kinds = posterior, posterior.prior.detached(), space.kinds
+        self.commutes = isinstance(prior, GaussianPrior) and posterior.curvature.commutes
+        self.r = prior.distances(fit.mean, fit.layout, self.groups) if isinstance(prior, GaussianPrior) else None
         self.q = 2.0 if fit.kind == "ef" else 1.0
         self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
         self.seen: list[tuple[Tensor, float]] = []
@@ -98,6 +102,8 @@ class _Problem:
     def _step_by_traces(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         posterior = self.at(x)
         fit, prior = posterior.fit, posterior.prior
+        assert isinstance(prior, GaussianPrior)
+        assert self.r is not None
         delta = prior.precision.double().reshape(-1)
         (t, m), (t0, m0) = posterior.gaussian.traces(self.groups), prior.traces(fit.layout, fit.mean, self.groups)
         pull = delta * (self.r + t - t0)
@@ -110,10 +116,15 @@ class _Problem:
         if not self.with_noise:
             return posterior.log_evidence, gradient, _solve(diagonal, dense, None, None, gradient, free)
         slope, bend = self._noise(x[-1])
-        gamma, coupling, total = prior.determined(posterior, (t, m), (t0, m0))
+        gamma, coupling, total = _determined(posterior, (t, m), t0)
         gradient = torch.cat([gradient, (slope + self.q * gamma).reshape(1)])
         corner = -bend + 2 * self.q**2 * total
         return posterior.log_evidence, gradient, _solve(diagonal, dense, self.q * coupling, corner, gradient, free)
+
+    def described(self, x: Tensor) -> str:
+        """Say where a point is."""
+        kind = self.kinds[0].replace("prior_precision", "prior precision")
+        return f"{kind} {x.exp().tolist()[:5]}"
 
     def _noise(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """First and second derivative of (1/T) log p(D given mean) in z = log sigma."""
@@ -130,9 +141,28 @@ class _Problem:
             x = x.detach().clone().requires_grad_()
             value = self.at(x).log_evidence
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-            rows = [torch.autograd.grad(g, x, retain_graph=True)[0] for g in gradient]
+            rows = [torch.autograd.grad(g, x, retain_graph=True, materialize_grads=True)[0] for g in gradient]
         gradient, bend = gradient.detach(), -torch.stack(rows)
         return value.detach(), gradient, _solve(bend.diagonal(), bend, None, None, gradient, free)
+
+
+def _determined(posterior: Posterior, traces: Traces, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gamma = tr(Sigma s H), its shares delta_g tr((Sigma s H Sigma)_gg), and tr(Sigma s H Sigma D).
+
+    `traces` are the posterior's and `own` the prior's, of groups that have one delta each. After earlier tasks gamma is
+    the derivative of log det in log s; the shares are set to 0 and their sum to an upper bound, which shortens steps.
+    """
+    prior, (t, m) = posterior.prior, traces
+    assert isinstance(prior, GaussianPrior)
+    delta = prior.precision.double().reshape(-1)
+    if prior.curved:
+        with torch.inference_mode(False), torch.enable_grad():
+            scale = posterior.scale.detach().clone().requires_grad_()
+            (slope,) = torch.autograd.grad(posterior.scaled(scale).logdet(), scale)
+        gamma = (scale.detach() * slope).double()
+        return gamma, torch.zeros_like(t), gamma
+    share = delta * (t - (delta * m if m.dim() == 1 else m @ delta))
+    return (delta * (own - t)).sum(), share, share.sum()
 
 
 def _solve(
@@ -182,9 +212,7 @@ def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose
             free = ~held
             value, gradient, step = problem.step(x, free)
         if not value.isfinite() or not step.isfinite().all():
-            raise NumericalError(
-                f"the evidence is {float(value)} at prior precision {x.exp().tolist()[:5]}; nothing changed."
-            )
+            raise NumericalError(f"the evidence is {float(value)} at {problem.described(x)}; nothing changed.")
         if verbose:
             print(
                 f"step {number}: log evidence {float(value):.4f}, gradient {float((gradient * free).abs().max()):.1e}"
@@ -221,6 +249,13 @@ def _notes(problem: _Problem, x: Tensor, steps: int, max_steps: int) -> list[tup
         late = f"the evidence had not converged after {max_steps} steps; give n_steps= a larger number."
         notes.append((late, LaplaceWarning))
     precisions = x[:-1] if problem.with_noise else x
+    if not isinstance(problem.posterior.prior, GaussianPrior):
+        for kind in dict.fromkeys(problem.kinds):
+            index = [i for i, each in enumerate(problem.kinds) if each == kind and abs(float(x[i])) > BOUND - 1e-6]
+            if index:
+                note = f"the evidence has no optimum in {kind}; held at {float(x[index[0]].exp()):g}."
+                notes.append((note, BoundaryWarning))
+        return notes
     names = problem.posterior.fit.layout.names if problem.groups == "layerwise" else ()
     for side, reason, where in (
         ("infinity", "weights that lie at their prior mean", precisions >= BOUND - 1e-6),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from laplace.checks import choice
 from laplace.errors import OptionError
-from laplace.posterior import Posterior
+from laplace.posterior.posterior import Posterior
+from laplace.priors.base import Prior
+from laplace.priors.gaussian import GaussianPrior
 
 KINDS = ("prior_precision", "sigma_noise", "temperature")
 
@@ -20,31 +22,42 @@ class Point:
     """One setting of the hyperparameters, and its score.
 
     Attributes:
-        prior_precision: (), one per tensor or one per weight.
+        prior_precision: (), one per tensor or one per weight; nothing, (0,), of a prior without.
         sigma_noise: the noise of a regression.
         temperature: of the likelihood.
         score: the log evidence, or the validation score.
+        hyperparameters: of a prior that is not given by precisions, by name.
     """
 
     prior_precision: Tensor
     sigma_noise: float
     temperature: float
     score: float
+    hyperparameters: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, posterior: Posterior, score: float) -> Point:
         """The setting of a posterior."""
-        return cls(posterior.prior.precision.detach(), float(posterior.sigma), posterior.temperature, score)
+        prior, rest = posterior.prior, (float(posterior.sigma), posterior.temperature, score)
+        if isinstance(prior, GaussianPrior):
+            return cls(prior.precision.detach(), *rest)
+        return cls(posterior.sigma.new_empty(0), *rest, prior.detached().hyperparameters)
 
     def __str__(self) -> str:
-        values = self.prior_precision.reshape(-1)
-        shown = f"{float(values[0]):.4g}"
-        if len(values) > 1:
-            shown = ", ".join(f"{v:.4g}" for v in values[:4].tolist())
-            if len(values) > 4:
-                shown = f"{shown}, ... ({len(values)} values, {float(values.min()):.3g} to {float(values.max()):.3g})"
-            shown = f"[{shown}]"
-        return f"prior precision {shown}, sigma_noise {self.sigma_noise:.4g}, temperature {self.temperature:.4g}"
+        values = self.hyperparameters or {"prior precision": self.prior_precision}
+        prior = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
+        return f"{prior}, sigma_noise {self.sigma_noise:.4g}, temperature {self.temperature:.4g}"
+
+
+def _shown(value: Tensor) -> str:
+    """One number, or the first few."""
+    values = value.reshape(-1)
+    if len(values) == 1:
+        return f"{float(values[0]):.4g}"
+    shown = ", ".join(f"{v:.4g}" for v in values[:4].tolist())
+    if len(values) > 4:
+        shown = f"{shown}, ... ({len(values)} values, {float(values.min()):.3g} to {float(values.max()):.3g})"
+    return f"[{shown}]"
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,12 +65,14 @@ class Tuned:
     """The best point, all points in the order in which they were looked at, and what that took.
 
     Attributes:
-        method: 'evidence', 'validation' or 'bayesian'.
+        method: 'evidence', 'validation', 'bayesian', or the name of a method of one's own.
         best: the `Point` that was taken: of the largest log evidence, or of the smallest validation score.
         points: all that were looked at.
         steps: Newton's, or a search's rounds.
         factorisations: how many posteriors were made.
         notes: the warnings.
+        converged: whether it ended because there was nothing better nearby, and not for its number of steps; None of
+            a grid alone and of 'bayesian', which do not look.
     """
 
     method: str
@@ -66,11 +81,17 @@ class Tuned:
     steps: int
     factorisations: int
     notes: tuple[str, ...] = ()
+    converged: bool | None = None
 
     @property
     def prior_precision(self) -> Tensor:
-        """The best prior precision."""
+        """The best prior precision; see `hyperparameters` of a prior without."""
         return self.best.prior_precision
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Tensor]:
+        """The best hyperparameters, by name, of a prior that is not given by precisions."""
+        return self.best.hyperparameters
 
     @property
     def sigma_noise(self) -> float:
@@ -100,10 +121,12 @@ class Tuned:
         Raises:
             OptionError: a name or an index that there is not.
         """
-        name = choice(name, KINDS, "name")
+        own = self.best.hyperparameters
+        name = choice(name, [*own, *KINDS[1:]] if own else KINDS, "name")
         if isinstance(index, bool) or not isinstance(index, int):
             raise OptionError(f"index={index!r}: the number of a prior precision, 0 for the first, is needed.")
-        rows = [torch.as_tensor(getattr(point, name), dtype=torch.float64).reshape(-1) for point in self.points]
+        values = [point.hyperparameters[name] if name in own else getattr(point, name) for point in self.points]
+        rows = [torch.as_tensor(value, dtype=torch.float64).reshape(-1) for value in values]
         if any(not -len(row) <= index < len(row) for row in rows):
             raise OptionError(f"index={index}: there are {min(map(len, rows))} values of {name}.")
         values = torch.stack([row[index] for row in rows])
@@ -112,23 +135,22 @@ class Tuned:
 
     def __repr__(self) -> str:
         what = "log evidence" if self.method == "evidence" else "score"
+        ended = {True: ", converged", False: ", not converged", None: ""}[self.converged]
         lines = [
             f"Tuned by {self.method}: {what} {self.score:.6g} at {self.best}",
-            f"  {len(self.points)} points in {self.steps} steps, {self.factorisations} factorisations",
+            f"  {len(self.points)} points in {self.steps} steps, {self.factorisations} factorisations{ended}",
         ]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def names_of(names: Sequence[str]) -> list[str]:
-    """The hyperparameters of these names, each once; of no name the prior precision."""
-    found = [choice(name, KINDS, "hyperparameter") for name in names] or ["prior_precision"]
+def names_of(names: Sequence[str], prior: Prior) -> list[str]:
+    """The hyperparameters of these names, each once; of no name the prior precision, or what the prior has instead."""
+    gaussian = isinstance(prior, GaussianPrior)
+    valid = KINDS if gaussian else [*prior.hyperparameters, *KINDS[1:]]
+    usual = ["prior_precision"] if gaussian else list(prior.tuned)
+    found = [choice(name, valid, "hyperparameter") for name in names] or usual
+    if not found:
+        raise OptionError(f"{prior} has no hyperparameters to tune.")
     if len(set(found)) < len(found):
         raise OptionError(f"each hyperparameter is named once; got {', '.join(map(repr, found))}.")
     return found
-
-
-def method_named(name: str) -> str:
-    """'evidence', 'validation' or 'bayesian'; laplace-torch's names are other names for the first two."""
-    word = str(getattr(name, "value", name))
-    others = {"marglik": "evidence", "gridsearch": "validation", "CV": "validation"}
-    return choice(others.get(word, name), ["evidence", "validation", "bayesian"], "method")

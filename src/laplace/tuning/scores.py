@@ -1,7 +1,7 @@
-"""What a posterior's predictions on validation data are worth: the smaller, the better.
+"""Score a posterior's predictions on validation data: the smaller, the better.
 
-The score is the mean negative log-likelihood of the predictive, or a loss or metric of one's own; with inputs from
-outside the distribution, minus `ood_weight` times the mean entropy of the predictive there:
+The score is the mean negative log-likelihood of the predictive, or the user's loss or metric. With inputs from outside
+the distribution, `ood_weight` times the mean entropy of the predictive there is subtracted:
 
     -mean over data of log p(y given x)  -  lambda  mean over outside inputs of H[p(y given x)]
 """
@@ -19,20 +19,25 @@ from torch import Tensor
 from laplace.checks import shown
 from laplace.errors import InputError, OptionError
 from laplace.likelihoods import Likelihood, Targets
+from laplace.predictive.links import Link
 from laplace.predictive.response import Outputs
 
-Predicted = tuple[Outputs, Tensor | None]  # the outputs' distribution, and its mean through the link if there is one
+Predicted = tuple[Outputs, Tensor | None]  # distribution of the outputs, and the mean through the link if there is one
 
 
 @dataclass(frozen=True)
 class How:
-    """How a prediction is made and scored: `loss` is None for the predictive negative log-likelihood."""
+    """How a prediction is made and scored. A `loss` of None means the predictive negative log-likelihood.
+
+    `approximation` is what `link` names; None where outputs stand for themselves.
+    """
 
     pred_type: str
     link: str
     n_samples: int
     loss: Any = None
     ood_weight: float = 0.5
+    approximation: Link | None = None
 
     def __post_init__(self) -> None:
         weight = self.ood_weight
@@ -49,7 +54,7 @@ class Tally:
         self.outside = _Mean()
 
     def add(self, prediction: Predicted, targets: Targets, sigma: Tensor) -> None:
-        """A batch of the validation data; examples that do not count are left out, others weigh what they count."""
+        """Add a batch of the validation data. A weighted mean of the log-likelihood; a loss leaves out weights of 0."""
         outputs, p = prediction
         if isinstance(self.inside, _Mean):
             nll = -self.likelihood.log_predictive(outputs, p, targets.y, sigma)
@@ -64,17 +69,17 @@ class Tally:
             self.inside.add(arguments, y)
 
     def add_outside(self, prediction: Predicted, sigma: Tensor) -> None:
-        """A batch of inputs from outside the distribution."""
+        """Add a batch of inputs from outside the distribution."""
         values = self.likelihood.entropy(*prediction, sigma)
         self.outside.add(float(values.sum()), len(values))
 
     def value(self) -> float:
-        """The score of all that was added."""
+        """Return the score of everything that was added."""
         return self.inside.value() - (self.weight * self.outside.value() if self.outside.n else 0.0)
 
 
 class _Mean:
-    """A mean of numbers that are added up."""
+    """A running mean."""
 
     def __init__(self) -> None:
         self.total, self.n = 0.0, 0.0
@@ -89,7 +94,7 @@ class _Mean:
 
 
 class _Loss:
-    """A loss averaged over the examples; `loss(prediction..., y)` is the mean over its batch."""
+    """A loss averaged over the examples; `loss(prediction..., y)` returns the mean over its batch."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.loss, self.mean = loss, _Mean()
@@ -109,7 +114,7 @@ class _Loss:
 
 
 class _Metric:
-    """A metric object with reset, update and compute: an own copy for each posterior. Larger may be better."""
+    """A metric object with reset, update and compute, copied for each posterior. Larger may be better."""
 
     def __init__(self, metric: Any) -> None:
         self.metric = copy.deepcopy(metric)
@@ -127,8 +132,8 @@ def _loss(loss: Any, likelihood: Likelihood) -> _Loss | _Metric:
     if all(hasattr(loss, name) for name in ("reset", "update", "compute")):
         if not likelihood.links:
             raise OptionError(
-                "a metric object sees the mean alone, which does not depend on the prior. For regression give loss= a "
-                "function of (mean, variance, y), or leave it out."
+                "a metric object sees only the mean, which does not depend on the prior. For regression give loss= a "
+                "function of (mean, variance, y), or leave loss= out."
             )
         return _Metric(loss)
     if not callable(loss):
@@ -137,7 +142,7 @@ def _loss(loss: Any, likelihood: Likelihood) -> _Loss | _Metric:
 
 
 def _arguments(likelihood: Likelihood, prediction: Predicted, y: Tensor, sigma: Tensor) -> tuple[Tensor, ...]:
-    """What a loss gets before y: (probabilities,), or (mean, variance) with the noise included."""
+    """Return what a loss gets before y: (probabilities,), or (mean, variance) with the noise included."""
     outputs, p = prediction
     if p is not None:
         return (p,)

@@ -1,4 +1,8 @@
-"""The hyperparameters that are tuned, as one vector x of logarithms: precisions, then sigma, then T."""
+"""The hyperparameters that are tuned, as one vector x: those of the prior, then sigma, then T.
+
+Coordinates are logarithms: of the precisions of a Gaussian prior, of the named hyperparameters of another (but for
+those that may be negative, which are coordinates themselves), of sigma and of T.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,36 @@ import torch
 from torch import Tensor
 
 from laplace.errors import OptionError, UnsupportedError
-from laplace.posterior import Posterior
+from laplace.posterior.posterior import Posterior
+from laplace.priors.gaussian import GaussianPrior
 from laplace.structures import per_weight
 
 
 @dataclass(frozen=True)
 class Space:
-    """What of a posterior is tuned: precisions by `groups` (None: not these), the noise, the temperature."""
+    """What of a posterior is tuned.
+
+    Attributes:
+        posterior: the one that is moved.
+        groups: the prior's hyperparameters, by 'scalar', 'layerwise' or 'diag' groups of weights; None: not these.
+        noise: whether sigma is tuned.
+        temperature: whether T is tuned.
+        names: of a prior that is not given by precisions, which of its hyperparameters.
+    """
 
     posterior: Posterior
     groups: str | None
     noise: bool = False
     temperature: bool = False
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        fit = self.posterior.fit
-        if self.groups is not None and self.groups not in fit.structure.prior_structures:
+        fit, prior = self.posterior.fit, self.posterior.prior
+        if self.names and self.groups == "diag":
+            raise UnsupportedError(
+                f"prior_structure='diag' is a precision per weight; {prior} has none. Take 'scalar' or 'layerwise'."
+            )
+        if not self.names and self.groups is not None and self.groups not in fit.structure.prior_structures:
             allowed = ", ".join(map(repr, fit.structure.prior_structures))
             raise UnsupportedError(
                 f"{fit.structure.name} has no form for prior_structure={self.groups!r}. It has: {allowed}; "
@@ -35,8 +53,10 @@ class Space:
 
     @property
     def sizes(self) -> list[int]:
-        """How many weights each tuned precision is for."""
+        """How many weights each tuned value of the prior is for."""
         layout = self.posterior.fit.layout
+        if self.names:
+            return [layout.n_params] * sum(value.numel() for value in self._values.values())
         sizes = {"scalar": [layout.n_params], "layerwise": layout.sizes, "diag": [1] * layout.n_params}
         return [] if self.groups is None else sizes[self.groups]
 
@@ -44,21 +64,50 @@ class Space:
     def kinds(self) -> list[str]:
         """What each coordinate is."""
         last = ["sigma_noise"] * self.noise + ["temperature"] * self.temperature
+        if self.names:
+            return [name for name, value in self._values.items() for _ in range(value.numel())] + last
         return ["prior_precision"] * len(self.sizes) + last
+
+    @property
+    def _values(self) -> dict[str, Tensor]:
+        """The named hyperparameters, in the shapes that are tuned."""
+        prior, layout = self.posterior.prior, self.posterior.fit.layout
+        own = prior.detached().grouped(self.names, self.groups or "scalar", layout).hyperparameters
+        return {name: own[name] for name in self.names}
 
     def start(self, precision: float | Tensor) -> Tensor:  # (K,)
         """Precisions at one value, or at those given for each group; the rest as it is."""
+        if self.names:
+            x = [self._coordinate(name, value) for name, value in self._values.items()]
+            return torch.cat([*x, x[0].new_tensor(self._rest())])
         x = torch.as_tensor(precision, dtype=torch.float64, device=self.posterior.fit.mean.device).log().reshape(-1)
         x = (x if len(x) == len(self.sizes) else x.mean()).expand(len(self.sizes))
+        return torch.cat([x, x.new_tensor(self._rest())])
+
+    def _rest(self) -> list[float]:
         rest = [float(self.posterior.sigma.log())] * self.noise
-        rest += [math.log(self.posterior.temperature)] * self.temperature
-        return torch.cat([x, x.new_tensor(rest)])
+        return rest + [math.log(self.posterior.temperature)] * self.temperature
+
+    def _coordinate(self, name: str, value: Tensor) -> Tensor:
+        value = value.to(self.posterior.fit.mean.device, torch.float64).reshape(-1)
+        return value if name in self.posterior.prior.unrestricted else value.log()
+
+    def _named(self, x: Tensor) -> dict[str, Tensor]:
+        """The named hyperparameters at a point."""
+        shapes = {name: value.shape for name, value in self._values.items()}
+        parts = x.split([shape.numel() for shape in shapes.values()])
+        pairs = zip(shapes.items(), parts, strict=True)
+        free = self.posterior.prior.unrestricted
+        return {name: (part if name in free else part.exp()).reshape(shape) for (name, shape), part in pairs}
 
     def at(self, x: Tensor) -> Posterior:
         """The posterior with these hyperparameters, differentiable in precisions and sigma."""
         posterior, n = self.posterior, len(self.sizes)
         prior, sigma = posterior.prior.detached(), posterior.sigma.detach()
-        if self.groups is not None:
+        if self.names:
+            prior = prior.with_hyperparameters(**self._named(x[:n]))
+        elif self.groups is not None:
+            assert isinstance(prior, GaussianPrior)
             precision = x[:n].exp().to(posterior.fit.mean.dtype)
             prior = prior.with_precision(precision.squeeze(0) if self.groups == "scalar" else precision)
         if self.noise:
@@ -75,8 +124,10 @@ class Space:
         return f"{kind} of {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
-def groups_of(posterior: Posterior) -> str:
-    """By which groups the precision of a posterior's prior is given."""
+def groups_of(posterior: Posterior) -> str | None:
+    """By which groups the precision of a posterior's prior is given; None of a prior without one."""
+    if not isinstance(posterior.prior, GaussianPrior):
+        return None
     count = posterior.prior.precision.numel()
     if count == 1:
         return "scalar"

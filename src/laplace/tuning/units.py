@@ -1,6 +1,6 @@
-"""A copy of a network with further hidden units whose outgoing weights are zero, so that its outputs stay the same.
+"""Copy a network and add hidden units with zero outgoing weights, so that its outputs stay the same.
 
-In a chain of linear layers and elementwise activations every hidden layer gets new units, which read all units below,
+In a chain of linear layers and elementwise activations, every hidden layer gets new units, which read all units below,
 
     W -> [[W, 0], [new weights]]        last layer: W -> [W, 0]
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laplace.errors import UnsupportedError
-from laplace.weights.last_layer import LastLayer
+from laplace.weights.last_layer import FoundLastLayer
+from laplace.weights.pointwise import Pointwise
 
 ELEMENTWISE = (
     nn.CELU,
@@ -40,27 +41,27 @@ ELEMENTWISE = (
 
 
 class Widening(ABC):
-    """The new units of a network: `free` weights and biases, to be trained."""
+    """The new units of a network; `free` are their weights and biases, to be trained."""
 
     free: list[Tensor]
 
     @abstractmethod
-    def features(self, x: Tensor) -> Tensor:  # (N, H + new)
-        """What the last layer gets with the free weights as they are, differentiable in these."""
+    def features(self, x: Tensor) -> Tensor:  # (..., H + new)
+        """Return the inputs of the last layer with the current free weights, differentiable in them."""
 
     @abstractmethod
     def network(self) -> nn.Module:
-        """The copy of the network with its new units."""
+        """Return the copy of the network with its new units."""
 
 
-def widening(model: nn.Module, last: LastLayer, units: int, generator: torch.Generator) -> Chain | HeadUnits:
-    """New units in every hidden layer of a chain, or beside the features of any other network's last layer."""
+def widening(model: nn.Module, last: FoundLastLayer, units: int, generator: torch.Generator) -> Chain | HeadUnits:
+    """Add units to every hidden layer of a chain, or beside the last layer's features of any other network."""
     layers = chain(model)
     return HeadUnits(model, last, units, generator) if layers is None else Chain(model, layers, units, generator)
 
 
 def chain(model: nn.Module) -> list[str] | None:
-    """The names of the modules of a chain of linear layers and activations, in order; None for other networks."""
+    """Return the names of the modules of a chain of linear layers and activations, in order; else None."""
     names = _flat(model) if type(model) is nn.Sequential else None
     if not names:
         return None
@@ -72,7 +73,7 @@ def chain(model: nn.Module) -> list[str] | None:
 
 
 class Chain(Widening):
-    """A chain x -> Linear -> activation -> ... -> Linear with `units` more in each hidden layer."""
+    """A chain x -> Linear -> activation -> ... -> Linear with `units` more units in each hidden layer."""
 
     def __init__(self, model: nn.Module, names: list[str], units: int, generator: torch.Generator) -> None:
         self.model, self.units = model, units
@@ -98,7 +99,7 @@ class Chain(Widening):
         return new
 
     def _widened(self) -> list[tuple[Tensor, Tensor]]:
-        """Weight and bias of each hidden layer; a layer without bias gets one, zero for its own units."""
+        """Return weight and bias of each hidden layer. A layer without bias gets one, zero for its old units."""
         pairs = []
         for i, layer in enumerate(self.linear[:-1]):
             weight, bias = self.free[2 * i : 2 * i + 2]
@@ -110,42 +111,82 @@ class Chain(Widening):
 
 
 class HeadUnits(Widening):
-    """`units` rectified units that read the last layer's features, beside them."""
+    """`units` rectified units beside the last layer's features, which they read."""
 
-    def __init__(self, model: nn.Module, last: LastLayer, units: int, generator: torch.Generator) -> None:
-        layer = last.layer(model)
-        if not isinstance(layer, nn.Linear):
-            raise UnsupportedError(f"units are put beside the inputs of an nn.Linear; {last.module!r} is none.")
-        self.model, self.name, self.layer = model, last.module, layer
-        self.free = _new_units(self.layer.in_features, units, self.layer.weight, generator)
+    def __init__(self, model: nn.Module, last: FoundLastLayer, units: int, generator: torch.Generator) -> None:
+        self.model, self.name, self.layer = model, last.module, last.layer(model)
+        self.free = _new_units(self.layer.weight.shape[1], units, self.layer.weight, generator)
 
     def features(self, x: Tensor) -> Tensor:
         return torch.cat([x, functional.linear(x, *self.free).relu()], -1)
 
     def network(self) -> nn.Module:
         new, units = copy.deepcopy(self.model), len(self.free[1])
-        head = _linear(functional.pad(self.layer.weight, (0, units)), self.layer.bias, self.layer)
-        wider = nn.Sequential(Beside(_linear(self.free[0], self.free[1], self.layer)), head)
+        head = _layer(functional.pad(self.layer.weight.flatten(1), (0, units)), self.layer.bias, self.layer)
+        wider = Widened(Beside(_layer(self.free[0], self.free[1], self.layer)), head)
         if not self.name:  # the network is this layer
             return wider.train(self.model.training)
-        _put(new, self.name, wider)
+        _put(new, self.name, wider.train(self.layer.training))
         return new
 
 
 class Beside(nn.Module):
     """phi -> [phi, relu(W phi + b)]."""
 
-    def __init__(self, units: nn.Linear) -> None:
+    def __init__(self, units: Pointwise) -> None:
         super().__init__()
         self.units = units
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features with the new units beside them."""
-        return torch.cat([x, self.units(x).relu()], -1)
+        """Return the features with the new units beside them."""
+        return torch.cat([x, self.units(x).relu()], -1 if isinstance(self.units, nn.Linear) else 1)
+
+
+class Widened(nn.Sequential):
+    """New units beside the features, then the last layer. It can be read like the layer that it replaces.
+
+    Networks read `head.weight.dtype` or `head.in_features`; they get those of the old features.
+    """
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the last layer's weights of the old features."""
+        return self.last.weight[:, : self._width]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return the last layer's bias."""
+        return self.last.bias
+
+    @property
+    def in_features(self) -> int:
+        """Return how many features come in."""
+        return self._width
+
+    in_channels = in_features
+
+    @property
+    def _width(self) -> int:
+        return self[0].get_parameter("units.weight").shape[1]
+
+    @property
+    def last(self) -> Pointwise:
+        """Return the last layer, which reads the new units too."""
+        layer = self[1]
+        assert isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        return layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_modules" not in self.__dict__ or len(self) < 2:
+                raise
+            return getattr(self[1], name)
 
 
 def _new_units(inputs: int, units: int, like: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """Weights (units, inputs) and biases of new units, at the scale that linear layers start from."""
+    """Draw weights (units, inputs) and biases of new units, at the scale at which linear layers start."""
     drawn = torch.rand(units, inputs + 1, generator=generator, dtype=torch.float64)
     scaled = ((2 * drawn - 1) / inputs**0.5).to(like)
     return [scaled[:, :-1].clone().requires_grad_(), scaled[:, -1].clone().requires_grad_()]
@@ -159,13 +200,17 @@ def _flat(model: nn.Module, prefix: str = "") -> list[str]:
 
 
 def _replace(model: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> None:
-    _put(model, name, _linear(weight, bias, model.get_submodule(name)))
+    _put(model, name, _layer(weight, bias, model.get_submodule(name)))
 
 
-def _linear(weight: Tensor, bias: Tensor | None, like: nn.Module) -> nn.Linear:
-    """A linear layer with copies of these, that requires grad and trains as another layer does."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.detach().clone(), like.get_parameter("weight").requires_grad)
+def _layer(weight: Tensor, bias: Tensor | None, like: nn.Module) -> Pointwise:  # (outputs, inputs), (outputs,)
+    """Return a layer of the same kind as `like` with copies of these weights; requires_grad and mode are `like`'s."""
+    options: dict[str, Any] = {"bias": bias is not None, "device": "meta"}
+    kind = next((kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(like, kind)), None)
+    sizes = weight.shape[1], weight.shape[0]
+    layer = nn.Linear(*sizes, **options) if kind is None else kind(*sizes, 1, **options)
+    own = weight.detach().clone().reshape(layer.weight.shape)
+    layer.weight = nn.Parameter(own, like.get_parameter("weight").requires_grad)
     if bias is not None:
         own = like.get_parameter("weight") if like.bias is None else like.get_parameter("bias")
         layer.bias = nn.Parameter(bias.detach().clone(), own.requires_grad)

@@ -1,21 +1,24 @@
-"""The score of many posteriors on validation data: one run of the network on each batch serves them all."""
+"""Score many posteriors on validation data: one run of the network on each batch is used for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward, Jacobian
 from laplace.budget import Budget
-from laplace.draws import Draws
 from laplace.errors import InputError
+from laplace.inference.linearised import sampled, through_link
 from laplace.likelihoods import Targets
-from laplace.posterior import Posterior
+from laplace.linalg.sampling import Draws
+from laplace.posterior.posterior import Posterior
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.predict import sampled, through_link
+from laplace.predictive.queries import Covariances
+from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning.scores import How, Predicted, Tally
 
 Labelled = Iterator[tuple[Forward, Targets]]
@@ -24,8 +27,8 @@ Labelled = Iterator[tuple[Forward, Targets]]
 class Validation:
     """Scores posteriors that differ in prior, noise and temperature.
 
-    The first scores read the data; further ones too, unless the runs of the network are small enough to be kept, as
-    those of a last layer are: outputs and features.
+    The first call reads the data. Later calls read it again, unless the runs of the network are small enough to be
+    kept, as the outputs and features of a last layer are.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Validation:
         self.outside = None if outside is None else Runs(outside, "out-of-distribution", budget)
 
     def scores(self, posteriors: Sequence[Posterior]) -> Tensor:  # (G,)
-        """The score of each posterior; random numbers are the same for all."""
+        """Return the score of each posterior. All use the same random numbers."""
         tallies = [Tally(self.how, posterior.fit.likelihood) for posterior in posteriors]
         for forward, targets in self.inside:
             for tally, posterior, prediction in zip(
@@ -51,15 +54,16 @@ class Validation:
         return torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
 
     def _predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
-        """The predictive of one run under each posterior, as many at a time as their Gaussians have room."""
+        """Yield the predictive of one run under each posterior, handling as many together as fit into memory."""
         fit = posteriors[0].fit
-        scalar = all(posterior.prior.precision.numel() == 1 for posterior in posteriors)
+        priors = [posterior.prior for posterior in posteriors]
+        scalar = all(isinstance(prior, GaussianPrior) and prior.precision.numel() == 1 for prior in priors)
         step = self.budget.count(2 * fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
         jacobian = None if self.how.pred_type == "nn" else forward.jacobian()
         for start in range(0, len(posteriors), step):
             part = posteriors[start : start + step]
             if len(part) < len(posteriors) or not scalar:
-                part = [replace(posterior) for posterior in part]  # their Gaussians are not kept between batches
+                part = [replace(posterior) for posterior in part]  # copies: Gaussians are not kept between batches
             if jacobian is None:
                 yield from (self._sampled(posterior, forward) for posterior in part)
             else:
@@ -74,21 +78,23 @@ class Validation:
     def _linearised(self, posteriors: Sequence[Posterior], f: Tensor, jacobian: Jacobian) -> Iterator[Predicted]:
         likelihood, how = posteriors[0].fit.likelihood, self.how
         joint = how.loss is None and likelihood.joint and f.shape[1] > 1
-        if how.link:
-            joint = joint or likelihood.links[how.link].needs == "covariance"
+        link = how.approximation
+        if link is not None:
+            joint = joint or link.needs is Covariances
         variances = posteriors[0].curvature.sweep(jacobian, [p.gaussian for p in posteriors])
         for posterior in posteriors:
             if joint:
                 covariance = posterior.gaussian.covariance(jacobian)
                 outputs = OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
             else:
-                outputs = OutputGaussian(f, next(variances))
+                times = partial(posterior.gaussian.product, jacobian)
+                outputs = OutputGaussian(f, next(variances), times=times)
             draws = Draws(how.n_samples, _seeded(f))
-            yield outputs, through_link(posterior, how.link, outputs, jacobian, draws)[0] if how.link else None
+            yield outputs, None if link is None else through_link(link, outputs, draws)[0]
 
 
 class Runs:
-    """Runs of the network on a loader, kept from the first time on where they are small, else made again."""
+    """Runs of the network on a loader: kept after the first time if they are small, else made again."""
 
     def __init__(self, make: Callable[[], Labelled], what: str, budget: Budget) -> None:
         self.make, self.what, self.budget = make, what, budget
@@ -102,6 +108,7 @@ class Runs:
         for forward, targets in self.make():
             held += forward.held * forward.outputs.element_size()
             if held <= self.budget.chunk:
+                forward = forward.copied()
                 kept.append((forward, targets))
             else:
                 kept.clear()

@@ -1,21 +1,16 @@
 """Which weights are uncertain."""
 
-from laplace.weights.changes import Snapshot, what_changed
-from laplace.weights.last_layer import LastLayer
-from laplace.weights.layout import Layout
-from laplace.weights.selection import Choice, Selection, Subset
+from laplace.weights.all_weights import All
+from laplace.weights.changes import Snapshot as Snapshot
+from laplace.weights.changes import what_changed as what_changed
+from laplace.weights.last_layer import FoundLastLayer as FoundLastLayer
+from laplace.weights.layout import Layout as Layout
+from laplace.weights.named import Named
+from laplace.weights.predicate import Where
+from laplace.weights.selection import Choice, Subset
+from laplace.weights.selection import Selection as Selection
 from laplace.weights.subnetwork import Subnetwork
-from laplace.weights.subset import Last, subset_named
+from laplace.weights.subset import LastLayer
+from laplace.weights.subset import subset_named as subset_named
 
-__all__ = [
-    "Choice",
-    "Last",
-    "LastLayer",
-    "Layout",
-    "Selection",
-    "Snapshot",
-    "Subnetwork",
-    "Subset",
-    "subset_named",
-    "what_changed",
-]
+__all__ = ["All", "Choice", "LastLayer", "Named", "Subnetwork", "Subset", "Where"]

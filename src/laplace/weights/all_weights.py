@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from laplace.batches import Inputs
+from laplace.network.batches import Inputs
 from laplace.weights.layout import Layout
 from laplace.weights.selection import Selection, Subset, trainable_of
 
 
 class All(Subset):
-    """The parameters with requires_grad, each tied tensor once."""
+    """Take all parameters with requires_grad, each tied tensor once."""
 
     label = "all"
 
     def find(self, model: nn.Module, inputs: Inputs) -> Selection:
-        """All of them."""
         return Selection(Layout.of(trainable_of(model)))

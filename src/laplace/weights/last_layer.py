@@ -9,10 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from laplace.batches import Inputs
-from laplace.checks import choice
 from laplace.errors import ModelError, OptionError, warn
-from laplace.replica import replicate, unwrap
+from laplace.network.batches import Inputs
+from laplace.network.replica import replicate, unwrap
 from laplace.weights.layout import Layout
 from laplace.weights.pointwise import Pointwise, applied, is_pointwise
 
@@ -37,7 +36,7 @@ REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 @dataclass(frozen=True)
-class LastLayer:
+class FoundLastLayer:
     """Which layer it is, which of its tensors are uncertain, and what the network does with a sequence after it."""
 
     module: str
@@ -74,10 +73,8 @@ class LastLayer:
         return h if h.dim() == 2 or self.reduction is None else REDUCTIONS[self.reduction](h)
 
 
-def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reduction: str | None) -> LastLayer:
+def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reduction: str | None) -> FoundLastLayer:
     """The last layer by its name, or by one run of the network on `example`."""
-    if reduction is not None:
-        reduction = choice(reduction, REDUCTIONS, "feature_reduction")
     if name is not None:
         name = name.removeprefix("_orig_mod.")
         _check_named(model, name)
@@ -95,7 +92,7 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
                     )
                 _check_called_once(call.name, calls)
                 _check_linear(model, call)
-                return LastLayer(call.name, _uncertain(model, call.name), way)
+                return FoundLastLayer(call.name, _uncertain(model, call.name), way)
     raise ModelError(_not_found(name, calls, output))
 
 
@@ -170,10 +167,10 @@ def _check_named(model: nn.Module, name: str) -> None:
     modules = dict(unwrap(model).named_modules())
     linear = [n for n, m in modules.items() if is_pointwise(m)]
     if name not in modules:
-        raise OptionError(f"last_layer_name={name!r} is no module of the network. Its linear layers: {linear}.")
+        raise OptionError(f"the last layer {name!r} is no module of the network. Its linear layers: {linear}.")
     if not is_pointwise(modules[name]):
         raise OptionError(
-            f"last_layer_name={name!r} is a {type(modules[name]).__name__}; an nn.Linear is needed: {linear}."
+            f"the last layer {name!r} is a {type(modules[name]).__name__}; an nn.Linear is needed: {linear}."
         )
 
 

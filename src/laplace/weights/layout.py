@@ -9,6 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laplace.errors import ModelError
+
+
+def require_real(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights that are complex numbers: the Gaussian is over real ones."""
+    for name, p in parameters:
+        if p.is_complex():
+            raise ModelError(
+                f"the weights {name!r} are complex ({p.dtype}); uncertain weights are real numbers. Keep them as a "
+                "real parameter of shape (..., 2) and use torch.view_as_complex of it in forward, or name others: "
+                "subset_of_weights='last_layer', or names of layers."
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Scattered:
@@ -37,7 +50,9 @@ class Layout:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, Tensor]]) -> Layout:
-        """The layout of whole named parameters in their order."""
+        """The layout of whole named parameters in their order; complex ones are refused."""
+        parameters = list(parameters)
+        require_real(parameters)
         pairs = [(name, tuple(p.shape)) for name, p in parameters]
         return cls(tuple(n for n, _ in pairs), tuple(s for _, s in pairs))
 

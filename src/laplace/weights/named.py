@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
+from laplace.checks import shown
 from laplace.errors import OptionError
-from laplace.replica import plain_name, unwrap
+from laplace.network.replica import plain_name, unwrap
 from laplace.weights.layout import Layout
 from laplace.weights.selection import Choice, Selection, parameters_of
 
@@ -17,13 +19,27 @@ GLOB = "*?["
 
 
 class Named(Choice):
-    """The trainable parameters that some patterns name."""
+    """Take the trainable parameters that some patterns name.
 
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self.patterns = [plain_name(pattern) for pattern in patterns]
+    Args:
+        patterns: names or globs of parameters and modules; a module stands for all its parameters.
+
+    Raises:
+        OptionError: no pattern, or what is no text.
+    """
+
+    def __init__(self, patterns: str | Iterable[str]) -> None:
+        given = [patterns] if isinstance(patterns, str) else patterns
+        listed = list(given) if isinstance(given, Iterable) else [None]
+        if not listed or not all(isinstance(pattern, str) for pattern in listed):
+            what = "is empty" if not listed else "must be names or globs of parameters and modules"
+            raise OptionError(f"patterns={shown(patterns)} {what}. Write Named(['encoder.*', 'head']).")
+        self.patterns = [plain_name(pattern) for pattern in listed if pattern is not None]
         self.label = str(self.patterns)
-        if not self.patterns:
-            raise OptionError("subset_of_weights is an empty list. Name parameters or modules: ['encoder.*', 'head'].")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"patterns": self.patterns}
 
     def select(self, model: nn.Module) -> Selection:
         names: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,14 @@ from laplace.weights.selection import Choice, Selection, parameters_of
 
 
 class Where(Choice):
-    """The trainable parameters for which `predicate(name, parameter)` is True; a tied tensor is asked for once."""
+    """Take the trainable parameters for which a function of yours is True; it sees each tied tensor once.
+
+    Args:
+        predicate: a function (name, parameter) -> bool.
+
+    Raises:
+        OptionError: what cannot be called with two arguments.
+    """
 
     label = "predicate"
 
@@ -23,9 +31,13 @@ class Where(Choice):
         self.predicate = predicate
         if not _takes_two(predicate):
             raise OptionError(
-                f"the predicate of subset_of_weights, {shown(predicate)}, cannot be called with two arguments; it gets "
-                "a parameter's name and the parameter: write lambda name, p: name.startswith('encoder')."
+                f"predicate={shown(predicate)} cannot be called with two arguments; it gets a parameter's name and "
+                "the parameter: write lambda name, p: name.startswith('encoder')."
             )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"predicate": self.predicate}
 
     def select(self, model: nn.Module) -> Selection:
         chosen = [(name, p) for name, p in parameters_of(model) if self._takes(name, p)]
@@ -48,7 +60,9 @@ class Where(Choice):
         return answer
 
 
-def _takes_two(predicate: Callable[[str, nn.Parameter], object]) -> bool:
+def _takes_two(predicate: object) -> bool:
+    if not callable(predicate):
+        return False
     try:
         inspect.signature(predicate).bind("", None)
     except TypeError:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.batches import Inputs
+from laplace.checks import written
 from laplace.errors import ModelError
-from laplace.replica import plain_name, unwrap
-from laplace.weights.last_layer import LastLayer
+from laplace.network.batches import Inputs
+from laplace.network.replica import plain_name, unwrap
+from laplace.weights.last_layer import FoundLastLayer
 from laplace.weights.layout import Layout
 
 
@@ -35,13 +37,40 @@ class Selection:
 
 
 class Subset(ABC):
-    """A way of choosing weights: what `subset_of_weights` says."""
+    """A way of choosing the uncertain weights, as `subset_of_weights` takes it.
 
-    label: str  # in a word, or as it was written
+    Attributes:
+        label: in a word, or as it was written.
+    """
+
+    label: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that make another one like it."""
+        return {}
+
+    def __repr__(self) -> str:
+        """The call that makes it: `LastLayer(name='head')`."""
+        return written(self, self.options)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to a subset of the same class with the same arguments."""
+        if not isinstance(other, Subset):
+            return NotImplemented
+        return type(self) is type(other) and self.options == other.options
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.label))
 
     @abstractmethod
-    def find(self, model: nn.Module, inputs: Inputs) -> LastLayer | Selection:
-        """The weights of a network, given a batch of its inputs."""
+    def find(self, model: nn.Module, inputs: Inputs) -> FoundLastLayer | Selection:
+        """Return the weights of a network, given a batch of its inputs.
+
+        Args:
+            model: the network.
+            inputs: a batch of its inputs.
+        """
 
 
 class Choice(Subset):
@@ -49,7 +78,11 @@ class Choice(Subset):
 
     @abstractmethod
     def select(self, model: nn.Module) -> Selection:
-        """The weights of a network."""
+        """Return the weights of a network.
+
+        Args:
+            model: the network.
+        """
 
     def find(self, model: nn.Module, inputs: Inputs) -> Selection:
         return self.select(model)

@@ -1,4 +1,4 @@
-"""What users write for `subset_of_weights`, turned into the choice that it stands for."""
+"""Turn what users write for `subset_of_weights` into the choice that it stands for."""
 
 from __future__ import annotations
 
@@ -6,35 +6,61 @@ from typing import Any
 
 from torch import nn
 
-from laplace.batches import Inputs
-from laplace.checks import shown
+from laplace.checks import choice, shown
 from laplace.errors import OptionError
+from laplace.network.batches import Inputs
 from laplace.weights.all_weights import All
-from laplace.weights.last_layer import LastLayer, find_last_layer
+from laplace.weights.last_layer import REDUCTIONS, FoundLastLayer, find_last_layer
 from laplace.weights.named import GLOB, Named, matches, nearest
 from laplace.weights.predicate import Where
 from laplace.weights.selection import Subset
-from laplace.weights.subnetwork import Subnetwork
+from laplace.weights.subnetwork import Subnetwork, ascending
 
 WORDS = ("last_layer", "all", "subnetwork")
 
 
-class Last(Subset):
-    """The last layer, by its name or by running the network on an example."""
+class LastLayer(Subset):
+    """Take the last layer, by its name or by running the network on an example.
+
+    Args:
+        name: which module it is; found by running the network if left out.
+        reduction: where the network reduces a sequence behind it: 'pick_first', 'pick_last' or 'average'; found out
+            if left out, with a warning.
+
+    Raises:
+        OptionError: a name that is no text, or an unknown reduction.
+    """
 
     label = "last_layer"
 
-    def __init__(self, name: str | None, reduction: str | None) -> None:
-        if name is not None and not isinstance(name, str):
-            raise OptionError(f"last_layer_name={shown(name)} must be the name of a module, as in 'head'.")
-        self.name, self.reduction = name, reduction
+    def __init__(self, name: str | None = None, reduction: str | None = None) -> None:
+        self.name, self.reduction = _module(name, "name"), _reduction(reduction, "reduction")
 
-    def find(self, model: nn.Module, inputs: Inputs) -> LastLayer:
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"name": self.name, "reduction": self.reduction}
+
+    def find(self, model: nn.Module, inputs: Inputs) -> FoundLastLayer:
         return find_last_layer(model, inputs.part(0, 1), self.name, self.reduction)
 
 
-def subset_named(value: Any, indices: Any, last: Last, model: nn.Module) -> Subset:
-    """A word, globs over names, or a predicate; `indices` belong to 'subnetwork' alone."""
+def subset_named(value: Any, indices: Any, name: str | None, reduction: str | None, model: nn.Module) -> Subset:
+    """Return the choice that a word, globs over names, a predicate or an object stands for.
+
+    Args:
+        value: what was given as `subset_of_weights`.
+        indices: what was given as `subnetwork_indices`, which belong to 'subnetwork' alone.
+        name: what was given as `last_layer_name`.
+        reduction: what was given as `feature_reduction`.
+        model: the network, whose names a word may be one of.
+
+    Raises:
+        OptionError: the value is unknown, or an option belongs to another one.
+    """
+    last = LastLayer(_module(name, "last_layer_name"), _reduction(reduction, "feature_reduction"))
+    if isinstance(value, Subset):
+        _require_same(value, indices, last)
+        return value
     subset = _subset(value, indices, last, model)
     if indices is not None and not isinstance(subset, Subnetwork):
         raise OptionError(
@@ -43,12 +69,40 @@ def subset_named(value: Any, indices: Any, last: Last, model: nn.Module) -> Subs
     return subset
 
 
-def _subset(value: Any, indices: Any, last: Last, model: nn.Module) -> Subset:
+def _require_same(subset: Subset, indices: Any, last: LastLayer) -> None:
+    """Refuse keywords that say something else than the object that they are given beside."""
+    if last != LastLayer() and last != subset:
+        raise OptionError(
+            f"last_layer_name= and feature_reduction= beside an object: write subset_of_weights={last!r} instead; this "
+            f"is subset_of_weights={shown(subset)}."
+        )
+    if indices is not None and Subnetwork(ascending(indices, "subnetwork_indices")) != subset:
+        raise OptionError(
+            "subnetwork_indices= beside an object: write subset_of_weights=Subnetwork(indices) instead; this is "
+            f"subset_of_weights={shown(subset)}."
+        )
+
+
+def _module(name: Any, what: str) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise OptionError(f"{what}={shown(name)} must be the name of a module, as in {what}='head'.")
+    return name
+
+
+def _reduction(value: Any, what: str) -> str | None:
+    return None if value is None else choice(value, REDUCTIONS, what)
+
+
+def _subset(value: Any, indices: Any, last: LastLayer, model: nn.Module) -> Subset:
     word = getattr(value, "value", value)
     if isinstance(word, str):
         return _of_word(word, indices, last, model)
+    if isinstance(value, type) and issubclass(value, Subset):
+        raise OptionError(f"subset_of_weights={value.__name__} is a class; give an object: {value.__name__}(...).")
     if isinstance(value, (list, tuple, set)) and all(isinstance(pattern, str) for pattern in value):
-        return Named(list(value))
+        if not value:
+            raise OptionError("subset_of_weights is an empty list. Name parameters or modules: ['encoder.*', 'head'].")
+        return Named(value)
     if callable(value) and not isinstance(value, (type, nn.Module)):
         return Where(value)
     raise OptionError(
@@ -57,14 +111,14 @@ def _subset(value: Any, indices: Any, last: Last, model: nn.Module) -> Subset:
     )
 
 
-def _of_word(word: str, indices: Any, last: Last, model: nn.Module) -> Subset:
+def _of_word(word: str, indices: Any, last: LastLayer, model: nn.Module) -> Subset:
     if word == "subnetwork":
         if indices is None:
             raise OptionError(
                 "subset_of_weights='subnetwork' needs subnetwork_indices=, a vector of indices into all trainable "
                 "weights. Selectors of laplace.utils give one: RandomSubnetMask(model, 100).select()."
             )
-        return Subnetwork(indices)
+        return Subnetwork(ascending(indices, "subnetwork_indices"))
     if word == "all":
         return All()
     if word == "last_layer":

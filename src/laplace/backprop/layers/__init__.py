@@ -1,7 +1,7 @@
-"""What each kind of layer makes of its input and of the gradient at its output: one rule per file.
+"""Explain each kind of layer: gradients from its input and from the gradient at its output, one rule per file.
 
-A rule is looked up by the exact type of the module (a subclass may have another forward), or by its name where that
-saves importing its library; every other parameter goes through the generic rule.
+A rule is looked up by the exact type of the module (a subclass may have another forward), or by the type's name if that
+avoids importing its library. Every other parameter goes through the generic rule.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMED: Final[dict[str, Rule]] = {"transformers.pytorch_utils.Conv1D": Conv1D()}
 
 
 def rule_for(kind: type[nn.Module]) -> Rule | None:
-    """The rule for modules of this type; None where there is none but the generic one."""
+    """Return the rule for modules of this type, or None if only the generic one applies."""
     return RULES.get(kind) or NAMED.get(f"{kind.__module__}.{kind.__qualname__}")
 
 

@@ -1,7 +1,7 @@
-"""nn.MultiheadAttention, opened: its three projections are linear layers of query, key and value, and so is its last.
+"""Open nn.MultiheadAttention: its projections of query, key and value are linear layers, and so is its output's.
 
-Where query, key and value are one tensor, the fused projection is one linear layer; else three, with a Kronecker pair
-each.
+If query, key and value are one tensor, the fused projection is one linear layer. Otherwise it is three, with a
+Kronecker pair each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laplace.backprop.activations import Stored
-from laplace.backprop.layers.base import Call, Inner, Rule
+from laplace.backprop.layers.base import Call, Inner, Rule, reached
 from laplace.backprop.layers.linear import bias, columns
 from laplace.backprop.outer import Outer
 from laplace.backprop.stacked import Stacked
@@ -26,7 +26,7 @@ _OUT = ("out_proj.weight", "out_proj.bias")
 
 
 class Attention(Rule):
-    """The in-projections and the out-projection of every call."""
+    """Linear maps of every call: the in-projections and the out-projection."""
 
     name, opens, below = "attention", True, _OUT
 
@@ -39,7 +39,7 @@ class Attention(Rule):
         given.apply_defaults()
         _, query, key, value, padding, need_weights, mask, average, causal = given.arguments.values()
         if query.dim() != 3 or query.is_nested or module.bias_k is not None or module.add_zero_attn:
-            raise NotImplementedError("attention of other than batched tensors, or with keys of its own")
+            raise NotImplementedError("only batched attention without bias_k, bias_v or add_zero_attn can be opened")
         read = (query,) if query is key is value else (query, key, value)
         projected = _projected(module, read)
         q, k, v = projected[0].chunk(3, -1) if len(projected) == 1 else projected
@@ -83,14 +83,15 @@ class Attention(Rule):
 
 
 def _projected(module: nn.MultiheadAttention, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Query, key and value after their projections; in one tensor where they were."""
+    """Return query, key and value after their projections, in one tensor if they were one."""
     weight, b = module.in_proj_weight, module.in_proj_bias
     if len(read) == 1 and weight is not None:
         return (F.linear(read[0], weight, b),)
     weights = [module.get_parameter(key) for key in _SEPARATE] if weight is None else weight.chunk(3)
     biases = [None] * 3 if b is None else b.chunk(3)
     read = [*read] * 3 if len(read) == 1 else read
-    return tuple(F.linear(*triple) for triple in zip(read, weights, biases, strict=True))
+    each = [F.linear(*triple) for triple in zip(read, weights, biases, strict=True)]
+    return tuple(reached(t, (*weights, b)) for t in each)  # perhaps only some of the three are uncertain
 
 
 def _heads(module: nn.MultiheadAttention, t: Tensor) -> Tensor:  # (N, T, E) or (T, N, E) -> (N, heads, T, D)
@@ -99,7 +100,7 @@ def _heads(module: nn.MultiheadAttention, t: Tensor) -> Tensor:  # (N, T, E) or 
 
 
 def _mask(q: Tensor, mask: Tensor | None, padding: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
-    """What is added to the scores, (N or 1, heads or 1, T, S), or nothing but that the mask is causal."""
+    """Return what is added to the scores, (N or 1, heads or 1, T, S), or None and that the mask is causal."""
     if causal:
         return None, True
     if mask is not None:

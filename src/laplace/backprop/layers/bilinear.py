@@ -1,4 +1,4 @@
-"""nn.Bilinear: a linear layer whose input are the products of two inputs' features."""
+"""nn.Bilinear: a linear layer whose input is the products of two inputs' features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from laplace.backprop.layers.linear import bias, columns
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import Use
 
-_WIDE = 2048  # products of features beyond which their second moments are not kept
+_WIDE = 2048  # with more products of features, their second moments are not kept
 
 
 class Bilinear(Rule):

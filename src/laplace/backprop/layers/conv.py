@@ -1,6 +1,6 @@
-"""Convolutions: a are the patches that the kernel sees, one per output position; g the gradient at the output.
+"""Convolutions: a is the patch that the kernel sees at each output position, and g the gradient at the output.
 
-Stride, padding, padding mode, dilation and groups as in torch; in one, two and three dimensions.
+Stride, padding, padding mode, dilation and groups are supported as in torch, in one, two and three dimensions.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace.algebra import gram, total
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.layers.linear import bias
 from laplace.backprop.layers.shifts import shifted_gram, shifts_apply
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import Use
+from laplace.linalg.symmetric import exact, plain_gram, total
 
-_CHUNK = 2**20  # numbers unfolded at a time: they stay in the cache
+_CHUNK = 2**20  # numbers unfolded at a time, few enough for the cache
 
 
 class Conv(Rule):
@@ -30,7 +30,7 @@ class Conv(Rule):
         g = call.gradient(gs[0])  # (K, N, O, *positions), or (K, N, frames, O, *positions)
         x = call.by_example(call.read("input")).to(g.dtype)
         sides = len(conv.kernel_size)
-        if g.dim() == sides + 4:  # frames: further positions
+        if g.dim() == sides + 4:  # frames count as further positions
             g = g.flatten(4).permute(0, 1, 3, 2, 4)
         else:
             x = x.unsqueeze(1)
@@ -45,7 +45,7 @@ class Conv(Rule):
 
 
 class Patches:
-    """The patches under the kernel, unfolded for some examples at a time."""
+    """Activations that are patches under the kernel, unfolded for some examples at a time."""
 
     def __init__(self, conv: nn.modules.conv._ConvNd, x: Tensor, positions: int) -> None:  # x: (N, frames, C, *size)
         self.conv, self.x = conv, x
@@ -72,12 +72,13 @@ class Patches:
         return found.unflatten(0, x.shape[:2]).transpose(1, 2).flatten(2)
 
     def gram(self) -> Tensor:  # (Gr, I, I)
-        if shifts_apply(self.conv, self.x):
-            return shifted_gram(self.x.flatten(0, 1)).unsqueeze(0)
         n, groups, i, t = self.shape
+        x = self.x.double() if exact(n, i, t) else self.x
+        if shifts_apply(self.conv, x):
+            return shifted_gram(x.flatten(0, 1)).unsqueeze(0)
         step = max(1, _CHUNK // (groups * i * t))
-        parts = (by_feature(self.conv, self.x[s : s + step].flatten(0, 1)) for s in range(0, n, step))
-        return total(gram(part[0].T).unsqueeze(0) if groups == 1 else part @ part.mT for part in parts)
+        parts = (by_feature(self.conv, x[s : s + step].flatten(0, 1)) for s in range(0, n, step))
+        return total(plain_gram(part[0].T).unsqueeze(0) if groups == 1 else part @ part.mT for part in parts)
 
     def mean(self) -> Tensor:  # (N, Gr, I, 1)
         n, groups, i, t = self.shape
@@ -86,7 +87,7 @@ class Patches:
 
 
 def patches(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size) -> (M, Gr, I, T)
-    """The patches under the kernel at every output position, split into groups of channels."""
+    """Return the patches under the kernel at every output position, split into groups of channels."""
     x = windows(conv, padded(conv, x))
     sides = len(conv.kernel_size)
     kernel, positions = range(2 + sides, 2 + 2 * sides), range(2, 2 + sides)
@@ -95,7 +96,7 @@ def patches(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size
 
 
 def by_feature(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size) -> (Gr, I, M * T)
-    """The same with all examples' positions side by side, ready for one product."""
+    """Return the patches with all examples' positions side by side, ready for one product."""
     x = windows(conv, padded(conv, x).transpose(0, 1).contiguous())
     sides = len(conv.kernel_size)
     kernel, positions = range(2 + sides, 2 + 2 * sides), range(2, 2 + sides)
@@ -103,14 +104,14 @@ def by_feature(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *s
 
 
 def windows(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (A, B, *size) -> (A, B, *positions, *kernel)
-    """A view with one window of the kernel's size per output position."""
+    """Return a view with one window of the kernel's size per output position."""
     for side, (k, s, d) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation, strict=True)):
         x = x.unfold(2 + side, d * (k - 1) + 1, s)[..., ::d]
     return x
 
 
 def padded(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
-    """The input with the convolution's own padding, so that what follows needs none."""
+    """Return the input with the convolution's own padding applied."""
     around = conv._reversed_padding_repeated_twice
     if not any(around):
         return x

@@ -1,7 +1,7 @@
-"""Transposed convolutions: a linear map of every input position to a patch of the output, patches added up.
+"""Transposed convolutions: each input position is mapped linearly to a patch of the output, and patches add up.
 
-a is the input at a position, and g the patch that the kernel covers there of the gradient at the output. Stride,
-padding, output padding, dilation and groups as in torch; in one, two and three dimensions.
+a is the input at a position, and g is the patch of the gradient at the output that the kernel covers there. Stride,
+padding, output padding, dilation and groups are supported as in torch, in one, two and three dimensions.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ class ConvTranspose(Rule):
 
 
 def _covered(conv: nn.modules.conv._ConvTransposeNd, g: Tensor, size: torch.Size) -> Tensor:
-    """What the kernel covers of the output at every input position: (M, O, *positions) -> (M, Gr, O * kernel, T)."""
+    """Return the part of the output that the kernel covers at every input position.
+
+    (M, O, *positions) -> (M, Gr, O * kernel, T).
+    """
     around: list[int] = []
     for side, (k, s, p, d) in enumerate(zip(conv.kernel_size, conv.stride, conv.padding, conv.dilation, strict=True)):
-        whole = (size[side] - 1) * s + d * (k - 1) + 1  # that all kernels cover together
+        whole = (size[side] - 1) * s + d * (k - 1) + 1  # length that all kernels cover together
         around = [int(p), whole - int(p) - g.shape[2 + side], *around]
     seen = windows(conv, F.pad(g, around))  # a negative pad crops what no kernel covers
     sides = len(conv.kernel_size)

@@ -1,7 +1,7 @@
-"""nn.Embedding and nn.EmbeddingBag: a are the one-hot vectors of the ids, and are never written out.
+"""nn.Embedding and nn.EmbeddingBag: a is the one-hot vector of an id, and is never written out.
 
-Of A the diagonal is kept, how often each row was looked up: all of it for an Embedding under expand. A position that
-holds padding is none, so that it does not matter how far a batch was padded.
+Only the diagonal of A is kept, which counts how often each row was looked up. For an Embedding under expand, that is
+all of A. A position that holds padding does not count, so that it does not matter how far a batch was padded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from laplace.backprop.uses import Use
 
 
 class Embedding(Rule):
-    """G[v] = sum of g over the positions of token v; none at `padding_idx`."""
+    """G[v] = sum of g over the positions of token v, and zero at `padding_idx`."""
 
     name = "embedding"
 
@@ -29,7 +29,7 @@ class Embedding(Rule):
 
 
 class EmbeddingBag(Rule):
-    """The same for bags of tokens, summed with weights or averaged, in rows or one after the other with offsets."""
+    """Gradients for bags of tokens, summed with weights or averaged, given as rows or with offsets."""
 
     name = "embedding bag"
 
@@ -37,7 +37,7 @@ class EmbeddingBag(Rule):
         table = call.module
         assert isinstance(table, nn.EmbeddingBag)
         if table.mode == "max":
-            raise NotImplementedError("the largest of some rows is no linear map of them")
+            raise NotImplementedError("the largest of some rows is not a linear map of them")
         ids, share = _bags(table, *_arguments(call))
         ids, share = call.by_example(ids), call.by_example(share)
         bags = (len(ids), -1, ids.shape[-1])
@@ -60,7 +60,7 @@ def _arguments(call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _bags(table: nn.EmbeddingBag, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The ids of each bag, (B, T), and with which share each is counted; shorter bags end in shares of zero."""
+    """Return the ids of each bag, (B, T), and the share of each id. Shorter bags end in shares of zero."""
     share = torch.ones_like(ids, dtype=table.weight.dtype) if weights is None else weights
     if table.padding_idx is not None:
         share = share * (ids != table.padding_idx)

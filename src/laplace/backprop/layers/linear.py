@@ -1,4 +1,4 @@
-"""nn.Linear with any leading dimensions: a is its input, g the gradient at its output."""
+"""nn.Linear with any leading dimensions: a is its input, and g the gradient at its output."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Linear(Rule):
 
 
 def columns(t: Tensor) -> Tensor:  # (..., T, D) -> (..., 1, D, T)
-    """Positions as columns, in one group."""
+    """Move positions to the columns, in one group."""
     return t.mT.unsqueeze(-3)
 
 
 def bias(g: Tensor, weight: Outer | None, first: bool) -> Outer:  # (K, N, Gr, O, T)
-    """A bias is a weight with constant input 1, its g summed over positions: exact."""
+    """Return the use of a bias: a weight with constant input 1 and g summed over positions. This is exact."""
     g = (g if g.shape[4] == 1 else g.sum(4, keepdim=True)).flatten(2, 3).unsqueeze(2)
     return Outer(Ones(g), g, False, first, weight, summed=True)

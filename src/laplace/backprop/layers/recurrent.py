@@ -1,7 +1,7 @@
-"""nn.RNN, nn.LSTM and nn.GRU, opened: weights that are used at every step, with the input and the state before it as a.
+"""Open nn.RNN, nn.LSTM and nn.GRU: their weights are used at every step, with the input and the last state as a.
 
-The module's own kernel hides its gates, so that its steps are made here. All input projections of a layer are one
-tensor, and the gradient there is also that of what is added to it from the state; a GRU's reset gate is in between.
+The module's own kernel hides its gates, so we compute its steps here. All input projections of a layer are one tensor.
+The gradient there is also the gradient of what the state adds to it, except that a GRU's reset gate lies between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from laplace.backprop.activations import Stored
-from laplace.backprop.layers.base import Call, Inner, Rule
+from laplace.backprop.layers.base import Call, Inner, Rule, reached
 from laplace.backprop.layers.linear import bias, columns
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import Use
@@ -33,7 +33,7 @@ class Recurrent(Rule):
         given = dict(zip(("input", "hx"), args, strict=False)) | kwargs
         x, start = given["input"], given.get("hx")
         if not isinstance(x, Tensor) or x.dim() != 3 or module.proj_size:
-            raise NotImplementedError("packed or unbatched sequences, or projected states")
+            raise NotImplementedError("only batched sequences in one tensor, without projected states, can be opened")
         steps = 1 if module.batch_first else 0
         states = 2 if isinstance(module, nn.LSTM) else 1
         if start is None:
@@ -49,7 +49,7 @@ class Recurrent(Rule):
                 part = f"_l{layer}{ending}"
                 w_ih, w_hh = (module.get_parameter(key + part) for key in _KEYS[:2])
                 b_ih, b_hh = (getattr(module, key + part) if module.bias else None for key in _KEYS[2:])
-                projected = F.linear(x, w_ih, b_ih)
+                projected = reached(F.linear(x, w_ih, b_ih), (w_hh, b_hh))
                 state = tuple(s[len(last)] for s in start)
                 out, seen, state = _run(module, projected.movedim(steps, 0), state, w_hh, b_hh, bool(ending))
                 outs.append(out.movedim(0, steps))
@@ -85,7 +85,10 @@ def _run(
     bias_hh: Tensor | None,
     backwards: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...], State]:
-    """All states h, (T, N, H), what each step has seen (h before it, a GRU's reset gate), and the last state."""
+    """Return all states h, (T, N, H), what each step has read, and the last state.
+
+    A step reads the state h before it. A GRU's reset gate is returned with it.
+    """
     outs: list[Tensor] = []
     seen: list[tuple[Tensor, ...]] = []
     for gates in projected.flip(0) if backwards else projected:
@@ -99,7 +102,7 @@ def _run(
 
 
 def _step(module: nn.RNNBase, x: Tensor, h: Tensor, state: State) -> tuple[Any, ...]:  # x, h: (N, gates)
-    """The next state; of a GRU also its reset gate."""
+    """Return the next state, and for a GRU its reset gate."""
     if isinstance(module, nn.LSTM):
         i, f, g, o = (x + h).chunk(4, 1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()

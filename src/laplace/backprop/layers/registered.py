@@ -1,4 +1,4 @@
-"""Rules that users write for layers of their own: functions of the layer, its input and gradients at its output."""
+"""Rules that users write for their own layers: functions of the layer, its input and gradients at its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from laplace.backprop.activations import Stored
 from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.outer import Outer
-from laplace.backprop.uses import Dense, Use
+from laplace.backprop.uses import DenseUse, Use
 from laplace.errors import ModelError
 
 
@@ -25,7 +25,7 @@ RuleFunction = Callable[[nn.Module, Tensor, Tensor], Mapping[str, "Tensor | Give
 
 
 class Registered(Rule):
-    """What the function returns for each parameter: gradients, or the two sides of outer products."""
+    """A rule by a user's function, which returns gradients or the two sides of outer products per parameter."""
 
     checked = True
 
@@ -41,7 +41,7 @@ class Registered(Rule):
             found = self.function(call.module, x, g)
         missing = [key for key in keys if key not in found]
         if missing:
-            raise ModelError(f"the rule {self.name} says nothing of {missing[0]!r}; it returned {sorted(found)}.")
+            raise ModelError(f"the rule {self.name} returns nothing for {missing[0]!r}; it returned {sorted(found)}.")
         return {key: self._use(call, key, found[key], g, reduce, first) for key in keys}
 
     def _use(self, call: Call, key: str, found: Tensor | Given, g: Tensor, reduce: bool, first: bool) -> Use:
@@ -52,7 +52,7 @@ class Registered(Rule):
                 return Outer(Stored(a.mT.unsqueeze(1)), side.mT.unsqueeze(2), reduce, first)
             came = f"outer({tuple(found.a.shape)}, {tuple(found.g.shape)})"
         elif found.shape == (k, n, *shape):
-            return Dense(found.flatten(2) if shape else found.unsqueeze(2))
+            return DenseUse(found.flatten(2) if shape else found.unsqueeze(2))
         else:
             came = f"a tensor of shape {tuple(found.shape)}"
         raise ModelError(

@@ -1,10 +1,10 @@
-"""Second moments of 3x3 patches without unfolding them.
+"""Compute second moments of 3x3 patches without unfolding them.
 
-With stride 1 and one ring of zeros, A[(c, d), (c', d')] = sum over positions t of x_c[t + d] x_c'[t + d'] depends on
-d' - d alone, up to the edges. So the image, laid out with two zero columns and two zero rows, is multiplied with itself
-at 13 flat shifts (views, no copies): that counts every position at which the kernel overlaps the image at all. The
-positions one row or column outside, which the convolution does not visit, see a single row or column of the image;
-their share is taken off again, corners once.
+With stride 1 and one ring of zeros, A[(c, d), (c', d')] = sum over positions t of x_c[t + d] x_c'[t + d'] depends only
+on d' - d, up to the edges. So we lay out the image with two zero columns and two zero rows, and multiply it with itself
+at 13 flat shifts (views, no copies). That counts every position at which the kernel overlaps the image at all. The
+positions one row or column outside, which the convolution does not visit, see a single row or column of the image. We
+subtract their share, and add the corners back, which were subtracted twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-_SMALLEST = 6  # sides of images below which unfolding is cheaper
+_SMALLEST = 6  # for images with shorter sides, unfolding is cheaper
 
 
 def shifts_apply(conv: nn.modules.conv._ConvNd, x: Tensor) -> bool:  # x: (..., H, W)
@@ -31,12 +31,12 @@ def shifts_apply(conv: nn.modules.conv._ConvNd, x: Tensor) -> bool:  # x: (..., 
 
 
 def shifted_gram(x: Tensor) -> Tensor:  # (M, C, H, W) -> (9 C, 9 C)
-    """sum over examples and positions of patch patch^T."""
+    """Return the sum over examples and positions of patch patch^T."""
     m, c, h, w = x.shape
     flat = x.new_zeros(c, m, h + 2, w + 2)
     flat[:, :, :h, :w] = x.transpose(0, 1)
     flat = flat.reshape(c, -1)
-    moments = x.new_empty(5, 5, c, c)  # at shift (dy, dx), offset by 2
+    moments = x.new_empty(5, 5, c, c)  # index (2 + dy, 2 + dx) for shift (dy, dx)
     for dy in range(3):
         for dx in range(-2 if dy else 0, 3):
             shift = dy * (w + 2) + dx
@@ -56,7 +56,7 @@ def shifted_gram(x: Tensor) -> Tensor:  # (M, C, H, W) -> (9 C, 9 C)
 
 
 def _line(x: Tensor) -> Tensor:  # (M, C, L) -> (3, 3, C, C)
-    """The same along one dimension, for all positions at which a kernel of three overlaps the line."""
+    """Return the same along one dimension, for all positions at which a kernel of three overlaps the line."""
     m, c, length = x.shape
     flat = x.new_zeros(c, m, length + 2)
     flat[:, :, :length] = x.transpose(0, 1)
@@ -71,6 +71,6 @@ def _line(x: Tensor) -> Tensor:  # (M, C, L) -> (3, 3, C, C)
 
 @cache
 def _differences() -> tuple[Tensor, Tensor]:
-    """The indices of d' - d for all pairs of offsets, (81,) each."""
+    """Return the indices of d' - d for all pairs of offsets, (81,) each."""
     grid = torch.stack(torch.meshgrid(*[torch.arange(3)] * 4, indexing="ij")).flatten(1)  # dy, dx, dy', dx'
     return 2 + grid[2] - grid[0], 2 + grid[3] - grid[1]

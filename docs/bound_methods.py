@@ -1,0 +1,56 @@
+"""An extension of griffe: show functions that a class binds as its methods, and `reads(function)` as its properties.
+
+`Laplace.predict = predicting.predict` is an attribute to a parser. Here it becomes a method with the function's
+arguments but the first, which is the object itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+
+class BoundMethods(griffe.Extension):
+    """Replace attributes of `Laplace` that are functions of other modules."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Look at the class once the whole package is known."""
+        if pkg.name != "laplace":
+            return
+        owner = pkg["laplace.Laplace"]
+        for name, member in list(owner.members.items()):
+            if not isinstance(member, griffe.Attribute) or member.value is None:
+                continue
+            is_property = isinstance(member.value, griffe.ExprCall) and str(member.value.function) == "reads"
+            expression = member.value.arguments[0] if is_property else member.value  # type: ignore[union-attr]
+            function = _function(pkg, expression)
+            if function is not None:
+                made = _property(name, function) if is_property else _method(name, function)
+                made.parent, made.lineno, made.endlineno = owner, member.lineno, member.endlineno
+                owner.set_member(name, made)
+
+
+def _function(pkg: griffe.Module, expression: Any) -> griffe.Function | None:
+    """Return the function that an expression names, wherever in the package it is."""
+    path = getattr(expression, "canonical_path", "")
+    if not path.startswith("laplace."):
+        return None
+    try:
+        found = pkg[path.removeprefix("laplace.")]
+        found = found.final_target if found.is_alias else found
+    except (KeyError, griffe.GriffeError):
+        return None
+    return found if isinstance(found, griffe.Function) else None
+
+
+def _method(name: str, function: griffe.Function) -> griffe.Function:
+    _, *others = function.parameters
+    parameters = griffe.Parameters(griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword), *others)
+    return griffe.Function(name, parameters=parameters, returns=function.returns, docstring=function.docstring)
+
+
+def _property(name: str, function: griffe.Function) -> griffe.Attribute:
+    made = griffe.Attribute(name, annotation=function.returns, docstring=function.docstring)
+    made.labels.add("property")
+    return made

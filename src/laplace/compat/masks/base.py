@@ -1,0 +1,109 @@
+"""The interface of a selector: from a network, and possibly data, to the indices of a subnetwork."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.checks import LARGEST, whole_number
+from laplace.errors import NotFittedError, OptionError
+from laplace.linalg.autocast import plainly
+from laplace.weights.selection import trainable_of
+
+
+class SubnetMask(ABC):
+    """Selects weights of a network, which is never changed. To write your own, implement `chosen`.
+
+    Args:
+        model: The trained network.
+
+    Raises:
+        OptionError: `model` is not a `torch.nn.Module`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
+        self.model = model
+        self._indices: Tensor | None = None
+
+    @abstractmethod
+    def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
+        """Return the indices of the selected weights, in any order.
+
+        Args:
+            train_loader: Batches of training data, for a selector that needs them.
+        """
+
+    @plainly
+    def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:  # (n,)
+        """Select the weights, and store the result in `indices`.
+
+        Args:
+            train_loader: Batches of training data, for a selector that needs them.
+
+        Returns:
+            Ascending indices into the flat vector of all trainable weights, as `subnetwork_indices` takes them.
+
+        Raises:
+            OptionError: all selected weights have requires_grad=False.
+            InputError: the selector needs data and got none.
+        """
+        found = self.chosen(train_loader).cpu()
+        if not len(found):
+            raise OptionError(
+                f"{type(self).__name__} selected only weights with requires_grad=False, which stay certain. "
+                "Choose others, or call requires_grad_(True) on these."
+            )
+        self._indices = found.sort().values
+        return self._indices.clone()
+
+    @property
+    def indices(self) -> Tensor:
+        """Return the indices of the last selection.
+
+        Raises:
+            NotFittedError: nothing was selected yet.
+        """
+        if self._indices is None:
+            raise NotFittedError(f"this {type(self).__name__} has selected nothing yet. Call select(train_loader).")
+        return self._indices.clone()
+
+    @property
+    def n_params_subnet(self) -> int:
+        """Return how many weights were selected last."""
+        return len(self.indices)
+
+    def weights_of(self, names: Collection[str]) -> Tensor:
+        """Return the indices of all weights of these parameters.
+
+        Args:
+            names: Names of the parameters.
+        """
+        trainable = trainable_of(self.model)
+        marks = [torch.full((p.numel(),), name in names) for name, p in trainable]
+        return torch.cat(marks).nonzero().flatten()
+
+
+class ScoreMask(SubnetMask):
+    """Selects the weights with the largest scores."""
+
+    def __init__(self, model: nn.Module, n_params_subnet: int) -> None:
+        super().__init__(model)
+        self.n = whole_number(n_params_subnet, "n_params_subnet", 1, LARGEST)
+        total = sum(p.numel() for _, p in trainable_of(model))
+        if self.n > total:
+            raise OptionError(
+                f"n_params_subnet={self.n:,} is more than the {total:,} trainable weights of the network."
+            )
+
+    @abstractmethod
+    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:  # (all trainable weights,)
+        """Return one number for each trainable weight."""
+
+    def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
+        return self.scores(train_loader).topk(self.n).indices

@@ -1,0 +1,66 @@
+"""What an estimator of the curvature is: the vectors that are sent back from the outputs of each example."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laplace.checks import whole_number
+from laplace.likelihoods.base import Likelihood
+from laplace.linalg.output_curvature import OutputCurvature
+
+
+@dataclass(frozen=True)
+class Estimator(ABC):
+    """Estimates Lambda, the curvature of -log p(y given f) in the outputs f.
+
+    Attributes:
+        name: how `curvature=` calls it.
+        draws: whether it draws random numbers.
+        exact_hessian: whether the second derivatives of the network itself are asked for, beyond those of the loss.
+    """
+
+    name: ClassVar[str]
+    draws: ClassVar[bool] = False
+    exact_hessian: ClassVar[bool] = False
+
+    @property
+    def vectors(self) -> int:
+        """Vectors per example that an estimate draws; 1 where nothing is drawn."""
+        return 1
+
+    @abstractmethod
+    def __call__(
+        self,
+        likelihood: Likelihood,
+        f: Tensor,  # (N, C)
+        y: Tensor,
+        generator: torch.Generator | None,
+    ) -> OutputCurvature:
+        """Return Lambda of each example, or an unbiased estimate of it."""
+
+
+@dataclass(frozen=True)
+class Drawn(Estimator):
+    """An unbiased estimate of the GGN from a few random vectors.
+
+    Attributes:
+        samples: how many vectors per example.
+
+    Raises:
+        OptionError: `samples` is no whole number of at least 1.
+    """
+
+    samples: int = 1
+    draws: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", whole_number(self.samples, "samples"))
+
+    @property
+    def vectors(self) -> int:
+        return self.samples

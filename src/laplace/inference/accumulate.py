@@ -1,0 +1,428 @@
+"""Runs over the data: every batch passes through the network once per run and is added to the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Engine, Forward, Moments, is_absent
+from laplace.budget import Budget, in_bytes
+from laplace.curvature import Estimator, OutputCurvature
+from laplace.errors import FormChangedError, InputError, NumericalError, UnsupportedError, within
+from laplace.inference.targets import counted
+from laplace.likelihoods.base import Likelihood, Targets
+from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums
+from laplace.network.batch_merging import Group, gathered
+from laplace.network.batches import Batch, Inputs
+from laplace.posterior.posterior import Fit
+from laplace.posterior.schema import require_forms, require_sums
+from laplace.structures import STRUCTURES, Pass, Structure, Sums
+from laplace.weights.layout import Layout
+
+_RESTARTS = 20  # give up on a network that behaves differently in each of so many readings of the data
+_STATE = (
+    "_before",
+    "_n_before",
+    "data",
+    "n_data",
+    "n_outputs",
+    "_forms",
+    "_compared",
+    "_together",
+    "_counting",
+    "_readings",
+)
+_ABSENT: tuple[str, tuple[int, ...]] = ("absent", ())  # the form of a tensor that no batch has used yet
+_HELD = 2**23  # how many numbers to collect before their moments are computed
+
+
+class Progress(Protocol):
+    """Stores the partial sums of a fit, so that an interrupted fit can continue.
+
+    Attributes:
+        every: After how many batches the sums are written.
+    """
+
+    every: int
+
+    def restart(self) -> None:
+        """Forget what was read: a new run over the data begins."""
+        ...
+
+    def resumed(self) -> dict[str, Any] | None:
+        """Return the state that an interrupted fit left, if there is one."""
+        ...
+
+    def unread(self, batches: Iterable[Batch], run: Callable[[Inputs], Any]) -> Iterator[Batch]:
+        """Yield the batches that are not in the sums yet."""
+        ...
+
+    def trusting(self) -> AbstractContextManager[None]:
+        """Turn errors into those of a damaged file, while values that an interrupted fit left are used."""
+        ...
+
+    def counted(self, batches: Sequence[Batch], sums: Callable[[], dict[str, Any]]) -> None:
+        """Note that these batches are in the sums now."""
+        ...
+
+
+class Accumulator:
+    """Sums of the curvature and of the log-likelihood, batch by batch."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        likelihood: Likelihood,
+        structure: Structure,
+        layout: Layout,
+        estimator: Estimator,
+        generator: torch.Generator | None,
+        budget: Budget,
+        progress: Progress | None = None,
+    ) -> None:
+        self.engine, self.likelihood, self.structure, self.layout = engine, likelihood, structure, layout
+        self.estimator, self.generator, self.budget = estimator, generator, budget
+        self.progress = progress
+        self.sums: dict[str, Any] = {}  # of the current run over the data
+        self._zeros: dict[str, Any] = {}  # what batches left of tensors that they did not use
+        self.totals: Sums = {}  # after all runs so far
+        self.data: Sums = {}
+        self.n_data = self.n_outputs = 0
+        self._counting = False  # whether any example counts
+        self._pending: list[Moments] = []
+        self._held = 0
+        self._like = torch.empty(0)  # of the outputs' dtype and device
+        self.pass_: Pass = structure
+        self._before: Sums = {}
+        self._n_before = 0
+        self._forms: list[tuple[str, tuple[int, ...]]] = []
+        self._restarts = self._readings = 0  # complete readings of the data before this one
+        self._state = None if generator is None else generator.get_state()
+        self._compared = False  # whether the outputs of joined batches were compared with those of single ones
+        self._together = True  # until a network does not run on joined batches
+        self._trusting: Callable[[], AbstractContextManager[None]] = nullcontext  # after a resume: `Progress.trusting`
+
+    def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
+        """Run over all batches, and over those of `again` as often as the structure asks for."""
+        self._resume()
+        for _ in range(
+            self._readings if again is not None else 0
+        ):  # so that a shuffled loader is in the same state again
+            for _ in batches:
+                pass
+            batches = again() if again is not None else batches
+        while True:
+            try:
+                self._run_all(batches, again)
+                break
+            except FormChangedError:  # a later batch showed more of the network: start again with that knowledge
+                self._restarts += 1
+                if again is None or self._restarts > _RESTARTS:
+                    raise
+                self._forget()
+                batches = again()
+
+    def _run_all(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
+        if self._before:  # an interrupted fit stopped in the middle of a later run
+            self._run_further(batches)
+        else:
+            self._add(batches)
+            self._finish()
+        while (further := self.structure.further(self.totals, self.layout, self._like.dtype)) is not None:
+            assert again is not None
+            self._rewind(further)
+            self._run_further(again())
+
+    def _run_further(self, batches: Iterable[Batch]) -> None:
+        self._add(batches)
+        if self.n_data != self._n_before:
+            raise InputError(
+                f"the training loader gave {self._n_before} examples at first and {self.n_data} when read again; "
+                f"hessian_structure={self.structure.name!r} needs the same ones. Leave out samplers that vary."
+            )
+        self._finish()
+
+    def _forget(self) -> None:
+        """Start the fit again: nothing was added yet."""
+        self.pass_, self._before, self._n_before = self.structure, {}, 0
+        self._start_run()
+
+    def _start_run(self) -> None:
+        self._readings += 1
+        self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
+        self._zeros = {}
+        if self.progress is not None:
+            self.progress.restart()
+        self._restore_generator()
+
+    def _rewind(self, further: Pass) -> None:
+        """Read the same data again, with the same random draws, for the sums of another run."""
+        self.pass_, self._before, self._n_before = further, self.totals, self.n_data
+        self._start_run()
+
+    def _restore_generator(self) -> None:
+        if self.generator is not None and self._state is not None:
+            self.generator.set_state(self._state)
+
+    def _finish(self) -> None:
+        """Let the structure turn the sums of this run into its totals."""
+        if not self._counting:
+            raise InputError(f"none of the {self.n_data} examples counts: all are ignored, masked, or have weight 0.")
+        with torch.no_grad(), self._trusting():
+            self._take()
+            used = {key.rpartition("/")[0] for key in self.sums}
+            _add(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
+            found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
+            _require_finite(found | self.data)
+            self.totals = self.pass_.finish(self._before, found)
+
+    def _add(self, batches: Iterable[Batch]) -> None:
+        """Run all batches, small ones together, and add their sums."""
+        if self.progress is not None:
+            batches = self.progress.unread(batches, self.engine.forward)
+        most = None if self.progress is None else self.progress.every
+        last = None
+        groups = gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0, most)
+        for number, group in enumerate(groups, 1):
+            if isinstance(group, Batch):
+                self._count(group.inputs, *self._run(group))
+                last = group
+            elif (run := self._run_as_one(group)) is not None:
+                last = group.joined()
+                self._count(last.inputs, *run)
+            else:
+                for batch in group.batches():  # one by one: each runs, or the error names the batch that fails
+                    self._count(batch.inputs, *self._run(batch))
+                    last = batch
+            if number & (number - 1) == 0:  # 1, 2, 4, ...: few of many
+                self._confirm(last)
+                last = None
+            if self.progress is not None:
+                self.progress.counted([group] if isinstance(group, Batch) else group.batches(), self._partial)
+        self._confirm(last)
+
+    def _confirm(self, batch: Batch | None) -> None:
+        """Start again if the network behaves differently in a later batch than in the first one."""
+        if batch is None:
+            return
+        with within(f"batch {batch.index}"):
+            right = self.engine.confirmed(batch.inputs)
+        if not right:
+            self._forms = []
+            raise FormChangedError(
+                f"batch {batch.index}: a layer gives other gradients than it did in the first batch (a hook, or a "
+                "replaced forward, that depends on the data?), and this loader can be read only once. Give a "
+                "DataLoader or a list of batches."
+            )
+
+    def _run_as_one(self, group: Group) -> tuple[Forward, Targets] | None:
+        """Run a group of small batches as one.
+
+        None if the network does not run on joined batches, or gives other outputs there; then none are joined any more.
+        """
+        run = None
+        try:
+            run = self._run(group.joined())
+            if not self._compared:
+                self._compared = True
+                alone = self._run(group.batches()[0])[0].outputs
+                self._together = _alike(run[0].outputs[: len(alone)], alone)
+        except Exception:
+            self._together = False
+        return run if self._together else None
+
+    def _run(self, batch: Batch) -> tuple[Forward, Targets]:
+        """Run a batch. Everything that is refused is refused here, before anything is added."""
+        with within(f"batch {batch.index}"):
+            forward, targets = counted(self.engine.forward(batch.inputs), batch, self.likelihood)
+        f = forward.outputs
+        if self.n_outputs not in (0, f.shape[1]):
+            raise InputError(
+                f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
+            )
+        return forward, targets
+
+    def _count(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
+        f = forward.outputs
+        self._like = f[:0]
+        if len(f):
+            with torch.no_grad():
+                self._keep(inputs, forward, targets)
+                with self._trusting():
+                    _add(self.data, self.likelihood.sums(f, targets))
+            self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
+        self.n_data, self.n_outputs = self.n_data + forward.positions.n, f.shape[1]
+
+    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
+        """Collect the moments of a batch. They are computed now, or together with those of the next batches."""
+        for moments in self._moments(forward, targets):
+            self._pending.append(moments)
+            self._held += moments.held
+            if self._held > _HELD:
+                self._take()
+
+    def _partial(self) -> dict[str, Any]:
+        """Return everything that a resumed fit continues from.
+
+        This fit continues from it too, so that both round alike.
+        """
+        with torch.no_grad():
+            self._take()
+        grams = {key: value.flush() for key, value in self.sums.items() if isinstance(value, GramSum)}
+        others = {key: value for key, value in self.sums.items() if key not in grams}
+        self.sums = {key: GramSum(grams[key]) if key in grams else others[key] for key in self.sums}
+        generators = {} if self.generator is None else {"now": self.generator.get_state(), "at first": self._state}
+        state = {"grams": grams, "others": others, "generators": generators, "like": self._like}
+        return state | {key: getattr(self, key) for key in _STATE}
+
+    def _resume(self) -> None:
+        """Continue from where an interrupted fit stopped."""
+        state = None if self.progress is None else self.progress.resumed()
+        if state is None or self.progress is None:
+            return
+        with self.progress.trusting():
+            self._go_on_from(state)
+        self._trusting = self.progress.trusting
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        require_forms(state["_forms"], len(self.layout.names))
+        if self.generator is not None:
+            for key in ("now", "at first"):  # check both now: the second is used much later
+                torch.Generator(self.generator.device).set_state(state["generators"][key].cpu())
+        self.sums = {**state["others"], **{key: GramSum(gram) for key, gram in state["grams"].items()}}
+        self._like = state["like"]
+        for key in _STATE:
+            setattr(self, key, state[key])
+        if self.generator is not None:
+            self._state = state["generators"]["at first"].cpu()
+            self.generator.set_state(state["generators"]["now"].cpu())
+        if self._before:
+            further = self.structure.further(self._before, self.layout, self._like.dtype)
+            assert further is not None
+            self.totals, self.pass_ = self._before, further
+
+    def fit(self, mean: Tensor) -> Fit:
+        """Return the `Fit` of everything that was added, at the weights `mean`."""
+        counts = (self.n_data, self.n_outputs)
+        parts = (self.structure, self.likelihood, self.estimator.name, self.layout, mean, self.totals, self.data)
+        fit = Fit(*parts, *counts, linear=self.engine.linear)
+        if self._trusting is not nullcontext:
+            with self._trusting():
+                require_sums(fit, fit.sums)
+        return fit
+
+    def _moments(self, forward: Forward, targets: Targets) -> Iterator[Moments]:
+        if self.estimator.exact_hessian:
+            exact = forward.hessian(lambda f: -targets.total(self.likelihood.log_prob(f, targets.y)))
+            if exact is not None:
+                yield exact
+                return
+        yield from forward.moments(self._curvature(forward, targets))
+
+    def _curvature(self, forward: Forward, targets: Targets) -> OutputCurvature:
+        if self.estimator.name == "ef" and forward.positions.several and targets.weights is not None:
+            raise UnsupportedError(
+                "curvature='ef' squares the score of a whole example, all positions together, so positions cannot have "
+                "weights of their own. Take curvature='ggn', 'sketch' or 'mc', or weights of 0 and 1."
+            )
+        made = self.estimator(self.likelihood, forward.outputs, targets.y, self.generator)
+        return made.weighted(targets.weights)
+
+    def _take(self) -> None:
+        """Compute the moments of the collected batches: one large product instead of many small ones."""
+        if self._pending:
+            first, *others = self._pending
+            self._notice_forms(first)
+            if not self.sums and not self._before:
+                self._require_memory(first, self._like)
+            with self._trusting():
+                self._add_sums(first.merged(others) if others else first)
+            self._pending, self._held = [], 0
+
+    def _add_sums(self, moments: Moments) -> None:
+        """Add what a batch leaves. Tensors that it does not use wait for one that does: only that knows their form."""
+        part = self.pass_.sums(moments, self.layout)
+        names = {name for name, m in zip(self.layout.names, moments.parameters, strict=True) if is_absent(m)}
+        waiting = {key: value for key, value in part.items() if key.rpartition("/")[0] in names}
+        _add(self.sums, {key: value for key, value in part.items() if key not in waiting})
+        self._zeros = {**waiting, **self._zeros}
+
+    def _notice_forms(self, moments: Moments) -> None:
+        """A tensor whose gradients are outer products in one batch and not in another has no common sums."""
+        forms = [
+            _ABSENT if is_absent(m) else (m.form, tuple(m.factors) if m.form == "kron" else ())
+            for m in moments.parameters
+        ]
+        if self._forms:
+            before = [(form, tuple(factors)) for form, factors in self._forms]
+            forms = [old if new == _ABSENT else new for old, new in zip(before, forms, strict=True)]
+            pairs = zip(self.layout.names, before, forms, strict=True)
+            changed = [name for name, old, new in pairs if old not in (new, _ABSENT)]
+        else:
+            changed = []
+        if changed:
+            self._forms = forms
+            raise FormChangedError(
+                f"a later batch used {', '.join(changed[:3])} in another way than the first (examples without a fixed "
+                "number of rows?), and this loader can be read only once. Give a DataLoader or a list of batches."
+            )
+        self._forms = forms
+
+    def _require_memory(self, moments: Moments, like: Tensor) -> None:
+        """Refuse a structure that does not fit into memory, and name those that do."""
+        needed = self.structure.memory(moments, self.layout, like.element_size())
+        if self.budget.has(needed, like.device):
+            return
+        able = {name: make for name, make in STRUCTURES.items() if make.scattered or not self.layout.scattered}
+        others = {name: make().memory(moments, self.layout, like.element_size()) for name, make in able.items()}
+        fitting = [f"{name!r} ({in_bytes(n)})" for name, n in others.items() if self.budget.has(n, like.device)]
+        self.budget.refuse(
+            needed,
+            like.device,
+            f"hessian_structure={self.structure.name!r} of {self.layout.n_params:,} weights",
+            f"What would fit: {', '.join(fitting) or 'no structure; take fewer weights'}.",
+        )
+
+
+def _alike(f: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are equal up to rounding."""
+    return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
+
+
+def _add(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> None:
+    for key, value in part.items():
+        so_far = total.get(key)
+        if isinstance(value, GramRows) and isinstance(so_far, Tensor):
+            value = gram(value.rows).unsqueeze(0)  # a batch with one position after others with several
+        if so_far is None and isinstance(value, GramRows):
+            total[key] = so_far = GramSum()
+        if isinstance(so_far, GramSum):
+            if isinstance(value, GramRows):
+                so_far.add(value.rows)
+            elif isinstance(value, Tensor):
+                so_far.add_gram(value.squeeze(0))
+        elif so_far is None:
+            total[key] = in_sums(value).clone() if isinstance(value, Tensor) else value
+        else:
+            total[key] += value
+
+
+def _require_finite(sums: Sums) -> None:
+    """Refuse sums with an overflow or a gradient that does not exist."""
+    bad = [key for key, value in sums.items() if not value.isfinite().all()]
+    if bad:
+        raise NumericalError(
+            f"the sums over the data hold NaN or infinite values in {', '.join(bad[:3])}; all outputs are finite. "
+            "A product has overflowed, or the network has no derivative at some example (a root of 0, say). Scale the "
+            "inputs and labels to about 1, or fit with model.double()."
+        )
+
+
+def _tensor(total: Tensor | GramSum | float, like: Tensor) -> Tensor:
+    if isinstance(total, GramSum):
+        return total.flush().unsqueeze(0)
+    return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device=like.device)

@@ -1,0 +1,72 @@
+"""Fit a posterior over functions: the first run over the data draws the points that the sums are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Forward
+from laplace.errors import UnsupportedError
+from laplace.inference.accumulate import Accumulator
+from laplace.likelihoods.base import Targets
+from laplace.network.batches import Batch, Inputs
+from laplace.posterior.posterior import Fit
+from laplace.structures.functional.points import Points
+from laplace.structures.functional.structure import Functional
+from laplace.structures.functional.subset import Subset
+
+
+class SubsetAccumulator(Accumulator):
+    """Sums of the log-likelihood over all data, and a random subset of its points."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert isinstance(self.structure, Functional)
+        self.functional = self.structure
+        self._draw_anew()
+
+    def _draw_anew(self) -> None:
+        self.subset = Subset(self.functional.most, self.functional.seed)
+        self.points: Points | None = None
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._draw_anew()
+
+    def fit(self, mean: Tensor) -> Fit:
+        return replace(super().fit(mean), points=self.points if self.functional.keeps_points else None)
+
+    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
+        if forward.positions.several:
+            raise UnsupportedError(
+                "hessian_structure='gp' keeps whole examples, and this network has outputs at positions. Take 'kron', "
+                "'diag', 'full' or another structure of the weights."
+            )
+        if self.points is None:
+            self.subset.see(inputs, self._curvature(forward, targets), len(forward.outputs))
+        else:
+            super()._keep(inputs, forward, targets)
+
+    def _add(self, batches: Iterable[Batch]) -> None:
+        super()._add(batches)
+        if self.points is None:
+            with torch.no_grad():
+                points = self.subset.points(self.n_data, self.functional.n_subset, self.functional.vectors)
+                self._require_room(len(points), points.parts[0].y.shape[1])
+                gradients = partial(points.gradients, self.engine, self.budget.chunk)
+                self.sums = {**self.functional.from_points(gradients, len(points), self.layout)}
+            self.points = points
+
+    def _require_room(self, points: int, vectors: int) -> None:
+        """Refuse matrices that do not fit into memory."""
+        self.budget.require(
+            self.functional.bytes(points, vectors, self.layout, self._like.element_size()),
+            self._like.device,
+            f"hessian_structure='gp' of {points:,} points with {vectors:,} vectors each",
+            "Take a smaller n_subset, independent_outputs=True, or hessian_structure='kron' or 'diag'.",
+        )

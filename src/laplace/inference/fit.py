@@ -1,0 +1,114 @@
+"""Fitting: from a loader to the sums that a posterior is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from laplace.checks import generator_or_none
+from laplace.curvature import CURVATURES, Estimator
+from laplace.errors import InputError, within
+from laplace.inference.accumulate import Accumulator, Progress
+from laplace.inference.accumulate_points import SubsetAccumulator
+from laplace.inference.coverage import coverage_of
+from laplace.inference.runner import Runner, dims_of
+from laplace.network.batches import Batch
+from laplace.network.watching import unregistered_in, watch_again
+from laplace.posterior.posterior import Fit
+from laplace.priors.base import Prior
+from laplace.weights import All, FoundLastLayer, Selection
+
+
+class Journal(Progress, Protocol):
+    """Partial sums of a fit in a file, which goes once the fit is there."""
+
+    def remove(self) -> None:
+        """Remove what was written."""
+        ...
+
+
+Opens = Callable[[FoundLastLayer | Selection, Estimator, torch.Generator | None], Journal]
+
+
+def fit(
+    runner: Runner,
+    loader: Iterable[Any],
+    prior: Prior,
+    before: Fit | None = None,
+    *,
+    progress_bar: bool = False,
+    generator: torch.Generator | None = None,
+    journal: Opens | None = None,
+) -> Fit:
+    """Run the network over the data and return the sums of its curvature, at the weights that it has now.
+
+    Args:
+        runner: the network and what is asked of it; it remembers the network of a fit that came to its end.
+        loader: batches, read once or as often as the structure needs.
+        prior: checked against the weights that are found.
+        before: the sums of earlier data, to which these are added.
+        progress_bar: whether one is shown.
+        generator: what estimates of the curvature draw from; torch's own if left out.
+        journal: makes what keeps the partial sums of a long fit.
+    """
+    runner.require_rereading(loader, before)
+    runner.notice_processes()
+    runner.next_tokens = None if before is None else runner.next_tokens
+    watch_again(runner.model)
+
+    def read() -> Iterator[Batch]:
+        return runner.batches(loader, progress_bar, "fit")
+
+    spec, stream = runner.spec, read()
+    first = next(stream, None)
+    if first is None:
+        raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
+    with within(f"batch {first.index}", runs=True):
+        weights = runner.find_weights(first.inputs, keep=before is not None)
+        if before is not None:
+            runner.require_unchanged(before)
+        engine = runner.engine(weights, runner.plan if before is not None else None)
+        if before is None:
+            runner.require_steady(first.inputs, engine.linear)
+        estimator = runner.chosen_curvature(engine, first.inputs) if before is None else _as_before(runner, before)
+    generator = generator_or_none(generator)
+    progress = None if journal is None else journal(weights, estimator, generator)
+    if generator is None and (spec.structure.passes > 1 or progress is not None):
+        generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
+    parts = (spec.likelihood, spec.structure, weights.layout, estimator, generator, spec.budget, progress)
+    sums = (SubsetAccumulator if spec.structure.functional else Accumulator)(engine, *parts)
+    sums.n_outputs = 0 if before is None else before.n_outputs
+    mean = weights.layout.join(weights.tensors(runner.model))
+    mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
+    prior.check(weights.layout, spec.structure.takes)
+    spec.structure.check(weights.layout)
+    sums.run(chain([first], stream), None if isinstance(loader, Iterator) else read)
+    found = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
+    if note := coverage_of(found, engine.plan).other_forms(spec.structure.name):
+        runner.warn_once("coverage", note)
+    if isinstance(spec.weights, All) and (others := unregistered_in(runner.model)):
+        runner.warn_once("unregistered", _unregistered(others))
+    for note in spec.structure.notes(found.sums):
+        runner.warn_once(note, note)
+    runner.adopt(weights, engine.plan, dims_of(first.inputs))
+    if progress is not None:
+        progress.remove()
+    return found
+
+
+def _unregistered(shapes: list[tuple[int, ...]]) -> str:
+    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+    return (
+        f"the network uses a trainable parameter of shape {shapes[0]}{more} that is none of model.parameters(): kept "
+        "in a list, a tuple or an object. It is taken as certain. Keep parameters in nn.ParameterList or as attributes "
+        "and layers in nn.ModuleList, or write requires_grad_(False)."
+    )
+
+
+def _as_before(runner: Runner, before: Fit) -> Estimator:
+    """Return the estimator of the data before, which a fit may have chosen by itself."""
+    asked = runner.spec.curvature
+    return asked if asked is not None and asked.name == before.kind else CURVATURES[before.kind]()

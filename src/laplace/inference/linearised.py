@@ -1,0 +1,54 @@
+"""The Gaussian of the outputs for one posterior and one run of the network, and draws from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Forward, Jacobian
+from laplace.linalg.sampling import Draws, normals
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.links import Link, onto_simplex
+from laplace.predictive.outputs import OutputGaussian, require_finite
+
+_CHUNK = 2**25  # how many weights to draw at a time
+
+
+def linearised(posterior: Posterior, f: Tensor, jacobian: Jacobian, with_covariance: bool) -> OutputGaussian:
+    """Return N(f, J Sigma J^T), with the variances alone or with each input's covariance."""
+    gaussian = posterior.gaussian
+    if not with_covariance:
+        return OutputGaussian(f, gaussian.variance(jacobian))
+    covariance = gaussian.covariance(jacobian)
+    return OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
+
+
+def with_products(posterior: Posterior, f: Tensor, jacobian: Jacobian) -> OutputGaussian:
+    """Return N(f, S) with the variances, and S v on request."""
+    gaussian = posterior.gaussian
+    return OutputGaussian(f, gaussian.variance(jacobian), times=lambda v: gaussian.product(jacobian, v))
+
+
+def sampled(
+    posterior: Posterior, runs: Callable[[], Iterable[Forward]], draws: Draws, exact: bool
+) -> Tensor:  # (S, N, C)
+    """Return outputs under draws of the weights: of the network itself if `exact`, else of its linearisation.
+
+    One draw is used for all inputs. `runs` gives the runs of consecutive inputs; it is called once per chunk of draws.
+    """
+    layout, parts = posterior.fit.layout, []
+    n_params, held = layout.n_params, layout.whole.n_params if exact else layout.n_params
+    for start in range(0, draws.n, step := max(1, _CHUNK // held)):
+        eps = normals(min(step, draws.n - start), n_params, posterior.fit.mean, draws.generator)
+        moves = posterior.gaussian.color(eps)
+        drawn = [run.perturbed(moves) if exact else run.outputs + run.linearised(moves) for run in runs()]
+        parts.append(torch.cat(drawn, 1))
+    return require_finite(torch.cat(parts), "the network under draws of the weights", 1)
+
+
+def through_link(link: Link, outputs: OutputGaussian, draws: Draws) -> tuple[Tensor, int]:
+    """Return the mean of the inverse link, (N, K), and for how many inputs it had to be put back on the simplex."""
+    p = link.apply(outputs, draws)
+    return onto_simplex(p) if link.may_leave_simplex else (p, 0)

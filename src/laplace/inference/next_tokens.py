@@ -1,0 +1,174 @@
+"""Shift the labels of causal language models: each token is the label of the position before it.
+
+A model of transformers takes the labels with its inputs and shifts them inside its loss; its logits are not shifted.
+So its loss says how the labels are meant: if a network returns a loss, the first batch is compared with it, and labels
+are shifted as the network does. Labels given apart from the inputs, in pairs `(inputs, labels)`, are never shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from laplace.errors import InputError, LaplaceError
+from laplace.likelihoods.base import IGNORED, Likelihood
+from laplace.likelihoods.categorical import Categorical
+from laplace.network.batches import Batch, Inputs, logits
+from laplace.network.replica import replicate
+
+_EXAMPLES = 5  # how many are compared
+_CLOSE = 1e-4  # relative difference up to which two losses are equal
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_AS_GIVEN = "To decide yourself, give pairs (inputs, labels): their labels are not shifted."
+
+
+def shifted(batch: Batch, likelihood: Likelihood) -> Batch:
+    """Move each label, and what is given with it, one position earlier. The last position gets no label."""
+    if batch.y.dim() != 2:
+        return batch  # refused later, where labels are checked
+    n_tokens, ignored = batch.y.shape[1], IGNORED if likelihood.ignored is None else likelihood.ignored
+    given = {
+        key: pad(value[:, 1:], (0, 1)) if value.shape[:2] == (len(batch.y), n_tokens) and value.dim() == 2 else value
+        for key, value in batch.given.items()
+    }
+    return replace(batch, y=pad(batch.y[:, 1:], (0, 1), value=ignored), given=given)
+
+
+def labels_within(batch: Batch) -> bool:
+    """Whether the labels came in one mapping with the inputs, as transformers takes them."""
+    return isinstance(batch.inputs.x, Mapping) and batch.inputs.keys.y in batch.inputs.x
+
+
+def are_shifted(
+    batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None, warn: Callable[[str], None]
+) -> bool | None:
+    """Whether labels in a mapping have to be shifted by one position; None if this batch does not tell."""
+    later = _network_shifts(batch, model, likelihood, class_dim, warn)
+    keys = batch.inputs.keys
+    if later and _are_next(batch.y, batch.inputs.x.get(keys.x)):
+        warn(
+            f"the labels are the next tokens already, and this network's own loss would shift {keys.y!r} once more. "
+            f"They are not shifted here. {_AS_GIVEN}"
+        )
+        return False
+    return later
+
+
+def refuse_tokens_themselves(batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None) -> None:
+    """Refuse a pair (tokens, the same tokens as labels) if the network predicts the next tokens."""
+    if _equal(batch.y, batch.inputs.x) and _network_shifts(batch, model, likelihood, class_dim, lambda _: None):
+        keys = batch.inputs.keys
+        raise InputError(
+            f"batch {batch.index}: the labels are the inputs themselves, and this network's own loss shifts them: each "
+            "logit predicts the next token. Labels in a pair are not shifted: write (x[:, :-1], x[:, 1:]), or a "
+            f"mapping {{{keys.x!r}: x, {keys.y!r}: x}}, whose labels are shifted as the network does."
+        )
+
+
+def _network_shifts(
+    batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None, warn: Callable[[str], None]
+) -> bool | None:
+    """Whether the network's own loss compares logits with the labels one position later; None if no label counts."""
+    if not isinstance(likelihood, Categorical) or batch.y.dtype not in _WHOLE:
+        return False
+    if class_dim is None or batch.y.dim() != 2 or batch.y.shape[1] < 2:
+        return False
+    counting = (batch.y[:, 1:] != IGNORED).any(1).nonzero().flatten().tolist()
+    if not counting:
+        return None
+    apart = batch.inputs.size == len(batch.y)  # examples can be separated, and a few are enough
+    part = (counting[0], counting[0] + _EXAMPLES) if apart else (0, len(batch.y))
+    y, own = batch.y[slice(*part)], _OwnLoss(replicate(model), batch.inputs.part(*part) if apart else batch.inputs)
+    with torch.inference_mode(False), torch.no_grad():
+        found = own(y)
+        if found is None:
+            return False
+        loss, f = found
+        f = f.movedim(class_dim, -1) if -f.dim() <= class_dim < f.dim() else f
+        if f.dim() != 3 or f.shape[:2] != y.shape or bool((((y < 0) & (y != IGNORED)) | (y >= f.shape[2])).any()):
+            return False  # the error is raised later, where labels are checked
+        return _later(loss, f, y, own, warn)
+
+
+def _later(loss: Tensor, f: Tensor, y: Tensor, own: _OwnLoss, warn: Callable[[str], None]) -> bool:
+    """Whether the loss is that of labels one position later. Warn if it is neither that nor the unshifted one."""
+    here, later = _losses(f, y), _losses(f[:, :-1], y[:, 1:])
+    fits = [any(_close(loss, other) for other in others) for others in (here, later)]
+    if fits == [True, True]:  # all logits are equal: does the first position's label count?
+        alone = torch.full_like(y, IGNORED)
+        alone[:, 0] = 0
+        found = own(alone)
+        return found is not None and bool(found[0].isnan())
+    if any(fits):
+        return fits[1]
+    moves = _looks_at_first(loss, y, f.shape[2], own)
+    ours = here if moves else later
+    warn(
+        f"the network's own loss is {float(loss):.6g}, and the mean negative log-likelihood of these labels is "
+        f"{float(here[0]):.6g} (of labels one position later {float(later[0]):.6g}): it has further terms, or smooths "
+        f"or weighs labels. The likelihood is used, {float(ours[0]):.6g}: "
+        + ("labels are not shifted. " if moves else "labels are shifted, as the network's loss does. ")
+        + _AS_GIVEN
+    )
+    return not moves
+
+
+def _looks_at_first(loss: Tensor, y: Tensor, classes: int, own: _OwnLoss) -> bool:
+    """Whether the loss depends on the label of the first position, whatever other terms it has."""
+    for step in range(1, min(classes, 4)):  # several, because another label may have the same loss
+        other = y.clone()
+        other[:, 0] = (other[:, 0].clamp(min=-1) + step) % classes
+        found = own(other)
+        if found is not None and not _close(found[0], loss, exactly=True):
+            return True
+    return False
+
+
+class _OwnLoss:
+    """The loss that a network returns when it is given labels."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self.model, self.inputs = model, inputs
+
+    def __call__(self, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the loss and the logits; None if the network returns no loss."""
+        try:
+            output = self.inputs.copied().call_with_labels(self.model, y)
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+                return None
+            return loss.detach().reshape(()), logits(output)
+        except (LaplaceError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # a network that takes no labels may raise anything
+            return None
+
+
+def _losses(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # (N, T, C), (N, T)
+    """Return the mean and the sum of the cross-entropy: networks return either."""
+    total = cross_entropy(f.flatten(0, 1).float(), y.flatten().long(), ignore_index=IGNORED, reduction="sum").double()
+    return total / (y != IGNORED).sum(), total
+
+
+def _close(loss: Tensor, other: Tensor, exactly: bool = False) -> bool:
+    """Whether two losses are equal up to rounding. NaN, the mean of nothing, equals NaN."""
+    tolerance = 1e-7 if exactly else max(_CLOSE, 4 * torch.finfo(loss.dtype).eps)
+    same = (loss.double() - other.double()).abs() <= tolerance * other.abs().clamp(min=1e-3)
+    return bool(same | (loss.isnan() & other.isnan()))
+
+
+def _equal(y: Tensor, x: Any) -> bool:
+    """Whether the labels are the tokens that the network reads, wherever they count."""
+    return isinstance(x, Tensor) and x.shape == y.shape and bool(((x == y) | (y == IGNORED)).all())
+
+
+def _are_next(y: Tensor, ids: Any) -> bool:
+    """Whether the labels are the next tokens, and not the tokens themselves."""
+    if not isinstance(ids, Tensor) or ids.shape != y.shape or _equal(y, ids):
+        return False
+    return _equal(y[:, :-1], ids[:, 1:])

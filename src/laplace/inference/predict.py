@@ -1,0 +1,399 @@
+"""Predict with any source of outputs: `la(x)`, `la.predict(x)` and the samples.
+
+Inputs run in chunks, and the results are joined.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.checks import choice, flag, generator_or_none, shown, whole_number
+from laplace.errors import InputError, OptionError, UnsupportedError, within
+from laplace.inference.linearised import through_link
+from laplace.inference.source import FEWER, Answer, Fitted, Part, Source
+from laplace.linalg.autocast import plainly
+from laplace.linalg.sampling import Draws, normals
+from laplace.network.batches import Inputs, prediction_batches
+from laplace.predictive.links import Link
+from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined, require_finite
+from laplace.predictive.positions import Positions
+from laplace.predictive.prediction import Prediction
+from laplace.predictive.queries import Covariances, Functions, Joint, Variances
+from laplace.predictive.reshape import PredictionAtPositions, Reshaper
+
+_FEW_DRAWS = 1000  # so many draws are not checked: they fit into memory if the outputs do
+_MAX_COVARIANCE = 32  # with more outputs than this, `predict` computes covariances only if asked to
+
+
+@plainly
+def call(
+    source: Source,
+    /,
+    x: Any,
+    pred_type: str = "glm",
+    joint: bool = False,
+    link_approx: str | Link | None = None,
+    n_samples: int = 100,
+    diagonal_output: bool = False,
+    generator: torch.Generator | None = None,
+    outputs: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the predictive at `x`, in laplace-torch's form.
+
+    Outputs at positions come in the network's own shape, covariances as (N, *positions, C, C).
+
+    Args:
+        x: A tensor, a mapping, or a tuple of inputs.
+        pred_type: 'glm' linearises the network at its weights. 'nn' averages the network itself over `n_samples` draws
+            of the weights.
+        joint: Whether to return one covariance over all inputs. Regression only.
+        link_approx: One of `la.likelihood.links`, the first of them if left out. For classes: 'probit', 'mc', 'bridge',
+            'bridge_norm' or 'delta'. Or a `Link` of your own.
+        n_samples: How many draws, for link 'mc' and for 'nn'.
+        diagonal_output: Whether to return variances instead of covariances between outputs.
+        generator: The random generator. torch's global one if left out.
+        outputs: Indices of the wanted outputs, all if left out. Regression only.
+        **model_kwargs: Passed on to the network.
+
+    Returns:
+        Classification, multi-label and count models return probabilities or rates, (N, C). Regression and reward models
+            return the mean (N, C) and the covariance (N, C, C) of f, without observation noise. With `diagonal_output`,
+            or with 'nn', variances (N, C) come instead of covariances. With `joint`, the mean is (N C,) and the
+            covariance (N C, N C).
+
+    Raises:
+        NotFittedError: `fit` was not called yet.
+        OptionError: the link or the `pred_type` is unknown, or `outputs` are not valid indices.
+        UnsupportedError: `joint` with classes or 'nn', or 'nn' with a posterior over functions.
+        InputError: the network's outputs have another shape than in `fit`, or are not finite.
+        ModelError: the network fails on these inputs.
+        MemoryBudgetError: the result would not fit into memory.
+    """
+    frame, response = source.frame, source.likelihood.response
+    pred_type = pred_type_named(pred_type, frame.functional)
+    (link, how), sampled = response.link_of(link_approx), pred_type == "nn"
+    draws = _draws(source, n_samples, 2 if sampled and not link else 1, generator)
+    joint, diagonal_output = flag(joint, "joint"), flag(diagonal_output, "diagonal_output")
+    if joint and (link or sampled):
+        raise UnsupportedError(
+            "joint=True is for regression with pred_type='glm'. Otherwise write functional_samples(x)."
+        )
+    chosen = _chosen(source, outputs, bool(link) or sampled)
+    inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
+    with torch.set_grad_enabled(frame.enable_backprop):
+        if sampled:
+            samples = response.inverse_link(_samples(source, inputs, Functions(draws, exact=True), shape))
+            samples = require_finite(samples, "the mean of the draws", 1)
+            return shape(samples.mean(0)) if link else (shape(samples.mean(0)), shape(samples.var(0)))
+        if joint:
+            need = Joint("Take fewer inputs, or outputs=[...], or leave out joint=True.", chosen)
+            (whole,) = source.outputs(inputs, need)
+            assert isinstance(whole.outputs, OutputGaussian)
+            assert whole.outputs.covariance is not None
+            return whole.outputs.mean[0], whole.outputs.covariance[0]
+        if how is not None:
+            parts = shape.watch(source.outputs(inputs, Variances() if diagonal_output else how.needs()))
+            return shape(torch.cat([_linked(source, link, how, part, draws, diagonal_output) for part in parts]))
+        answer = Answer(frame.budget, "Take fewer inputs at a time, or diagonal_output=True.")
+        need = Variances(chosen) if diagonal_output else Covariances(chosen)
+        out = joined([part.outputs for part in shape.watch(source.outputs(inputs, need, answer))])
+        assert isinstance(out, OutputGaussian)
+        spread = shape(out.variance) if out.covariance is None else shape.covariance(out.covariance)
+        return shape(out.mean), spread
+
+
+@plainly
+def predict(
+    source: Source,
+    /,
+    x: Any,
+    pred_type: str = "glm",
+    link_approx: str | Link | None = None,
+    n_samples: int = 100,
+    diagonal_output: bool | None = None,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+    **model_kwargs: Any,
+) -> Prediction | PredictionAtPositions:
+    """Return p(y given x, data) with observation noise, its summaries, and both kinds of uncertainty.
+
+    Args:
+        x: A tensor, a mapping, a tuple of inputs, or a DataLoader (its labels are not used).
+        pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with `n_samples` draws of the
+            weights.
+        link_approx: One of `la.likelihood.links`, the first of them if left out, or a `Link` of your own.
+        n_samples: How many draws of the outputs. The epistemic part for classes comes from draws with every link.
+        diagonal_output: Whether to leave out covariances between outputs. If not given, they are left out for more than
+            32 outputs, unless link 'mc' needs them.
+        generator: The random generator. torch's global one if left out.
+        progress_bar: Whether to show a progress bar over a DataLoader.
+        **model_kwargs: Passed on to the network.
+
+    Returns:
+        A `Prediction`. For a network with outputs at positions, or with one number per example, a
+            `PredictionAtPositions`.
+
+    Raises:
+        NotFittedError: `fit` was not called yet.
+        OptionError: the link or the `pred_type` is unknown.
+        InputError: the network's outputs have another shape than in `fit`, or are not finite, or the loader is empty.
+        ModelError: the network fails on these inputs.
+        MemoryBudgetError: the result would not fit into memory.
+    """
+    frame, response, c = source.frame, source.likelihood.response, source.n_outputs
+    pred_type = pred_type_named(pred_type, frame.functional)
+    link, how = response.link_of(link_approx)
+    draws = _draws(source, n_samples, 2, generator)
+    if diagonal_output is not None:
+        diagonal_output = flag(diagonal_output, "diagonal_output")
+    if pred_type == "nn" and draws.generator is None:
+        draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+    state = None if draws.generator is None else draws.generator.get_state()
+    parts: list[tuple[OutputGaussian | OutputSamples, Tensor | None]] = []
+    shape, needed = Reshaper(), how is not None and how.needs is Covariances
+    independent = c > _MAX_COVARIANCE and not needed if diagonal_output is None else diagonal_output
+    answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
+    with torch.set_grad_enabled(frame.enable_backprop):
+        for where, inputs in prediction_batches(x, frame.keys, model_kwargs, flag(progress_bar, "progress_bar")):
+            with within(where):
+                if pred_type == "nn":
+                    if draws.generator is not None and state is not None:
+                        draws.generator.set_state(state)  # the same draws of the weights for every batch
+                    here = Reshaper()
+                    samples = OutputSamples(_samples(source, inputs, Functions(draws, exact=True), here, answer))
+                    shape.add(here)
+                    parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
+                    continue
+                need = Variances() if independent else Covariances()
+                for part in shape.watch(source.outputs(inputs, need, answer), further=True):
+                    mean = None if how is None else _linked(source, link, how, part, draws, independent)
+                    parts.append((part.outputs, mean))
+        if not parts:
+            raise InputError("the loader to predict on gave no batch.")
+        outputs = joined([outputs for outputs, _ in parts])
+        if not len(outputs.mean):
+            raise InputError("the inputs to predict on hold no example.")
+        p = torch.cat([p for _, p in parts if p is not None]) if link else None
+        return shape.prediction(response.prediction(outputs, p, source.noise_level, link, draws))
+
+
+@plainly
+def functional_samples(
+    source: Source,
+    /,
+    x: Any,
+    pred_type: str = "glm",
+    n_samples: int = 100,
+    diagonal_output: bool = False,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
+) -> Tensor:  # (S, N, C)
+    """Draw the outputs f, before the link.
+
+    One draw of the weights is used for all inputs, so each draw is a smooth function of x.
+
+    Args:
+        x: A tensor, a mapping, or a tuple of inputs.
+        pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
+        n_samples: How many draws.
+        diagonal_output: With 'glm', whether to draw every output independently instead.
+        generator: The random generator. torch's global one if left out.
+        **model_kwargs: Passed on to the network.
+
+    Returns:
+        (n_samples, N, C), or n_samples in front of the network's own shape.
+
+    Raises:
+        NotFittedError: `fit` was not called yet.
+        UnsupportedError: 'nn' with a posterior over functions.
+        MemoryBudgetError: the draws would not fit into memory.
+    """
+    frame = source.frame
+    pred_type = pred_type_named(pred_type, frame.functional)
+    draws, diagonal_output = _draws(source, n_samples, 1, generator), flag(diagonal_output, "diagonal_output")
+    inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
+    with torch.set_grad_enabled(frame.enable_backprop):
+        if diagonal_output and pred_type == "glm":
+            answer = Answer(frame.budget, FEWER, each=draws.n)
+            parts = [part.outputs for part in shape.watch(source.outputs(inputs, Variances(), answer))]
+            drawn = torch.cat(list(joined(parts).draws(draws)), 1)
+        else:
+            drawn = _samples(source, inputs, Functions(draws, exact=pred_type == "nn"), shape)
+        return shape(drawn, lead=1)
+
+
+def predictive_samples(
+    source: Source,
+    /,
+    x: Any,
+    pred_type: str = "glm",
+    n_samples: int = 100,
+    diagonal_output: bool = False,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
+) -> Tensor:  # (S, N, C)
+    """Draw the parameters of the predictive: outputs f for regression, class probabilities, or rates of counts.
+
+    Args:
+        x: A tensor, a mapping, or a tuple of inputs.
+        pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
+        n_samples: How many draws.
+        diagonal_output: With 'glm', whether to draw every output independently.
+        generator: The random generator. torch's global one if left out.
+        **model_kwargs: Passed on to the network.
+
+    Returns:
+        (n_samples, N, C), or n_samples in front of the network's own shape.
+
+    Raises:
+        NotFittedError: `fit` was not called yet.
+        UnsupportedError: 'nn' with a posterior over functions.
+        MemoryBudgetError: the draws would not fit into memory.
+    """
+    f = functional_samples(source, x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
+    at = Positions.of(f[0], source.frame.class_dim)
+    return at.shaped(source.likelihood.response.inverse_link(at.rows(f, lead=1)), lead=1)
+
+
+@plainly
+def preference(
+    source: Source, /, a: Any, b: Any, link_approx: str | None = None, n_samples: int = 100, **model_kwargs: Any
+) -> Tensor:  # (N, *positions)
+    """Return the probability that each input of `a` beats its counterpart in `b`. For 'reward_modeling' only.
+
+    What the two rewards have in common cancels, such as the uncertain offset of all rewards.
+
+    Args:
+        a: N inputs, as the network takes them.
+        b: N inputs to compare with them, one each.
+        link_approx: 'probit', 'mc' or 'quadrature'. 'probit' if left out.
+        n_samples: How many draws, for 'mc'. They are seeded: every call uses the same.
+        **model_kwargs: Passed on to the network.
+
+    Returns:
+        (N,), or the shape of the network's positions.
+
+    Raises:
+        UnsupportedError: the posterior has another likelihood.
+        NotFittedError: `fit` was not called yet.
+    """
+    likelihood = source.likelihood
+    if not likelihood.pairs:
+        raise UnsupportedError(
+            f"preference(a, b) compares rewards; this posterior is for {likelihood.name!r}. Write "
+            "Laplace(model, 'reward_modeling')."
+        )
+    draws = _draws(source, n_samples, 1, torch.Generator().manual_seed(0))
+    inputs, shape = Inputs.paired(b, a, model_kwargs, source.frame.keys), Reshaper()
+    link = likelihood.link_named(link_approx)
+    how = likelihood.links[link]
+    with torch.set_grad_enabled(source.frame.enable_backprop):
+        parts = shape.watch(source.outputs(inputs, how.needs()))
+        return shape.each(torch.cat([_linked(source, link, how, part, draws) for part in parts]).squeeze(1))
+
+
+@plainly
+@torch.no_grad()
+def sample(la: Fitted, /, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (S, P)
+    """Draw the uncertain weights from the posterior.
+
+    Args:
+        n_samples: How many draws, S.
+        generator: The random generator. torch's global one if left out.
+
+    Returns:
+        (S, P), in the order of `la.mean`.
+
+    Raises:
+        NotFittedError: `fit` was not called yet.
+        UnsupportedError: the posterior is over functions and has no weights.
+        MemoryBudgetError: the draws would not fit into memory.
+    """
+    n_samples = whole_number(n_samples, "n_samples")
+    mean = la.posterior.fit.mean
+    la.runner.spec.budget.require(
+        2 * n_samples * mean.nbytes,
+        mean.device,
+        f"{n_samples:,} draws of {len(mean):,} weights",
+        "Ask for fewer at a time.",
+    )
+    eps = normals(n_samples, len(mean), mean, generator_or_none(generator))
+    return mean + la.posterior.gaussian.color(eps)
+
+
+def pred_type_named(name: str, functional: bool) -> str:
+    """Return 'glm', the linearised network, or 'nn', the network itself. For functions, 'gp' means 'glm'."""
+    word = str(getattr(name, "value", name))
+    if word == "gp" and not functional:
+        raise UnsupportedError(
+            "pred_type='gp' is for a posterior over functions; this one is over weights. Write 'glm' or 'nn'."
+        )
+    if word == "nn" and functional:
+        raise UnsupportedError(
+            "pred_type='nn' draws weights; this is a posterior over functions. Write pred_type='glm' (or 'gp', the "
+            "same), or take hessian_structure='full', 'kron' or 'diag'."
+        )
+    return "glm" if word == "gp" else choice(name, ["glm", "nn"], "pred_type")
+
+
+def _draws(source: Source, n_samples: Any, least: int, generator: Any) -> Draws:
+    """Return how many draws, and their generator. Refuse more than fit into memory for a single input."""
+    draws = Draws(whole_number(n_samples, "n_samples", least), generator_or_none(generator))
+    if draws.n > _FEW_DRAWS:
+        like, c = source.noise_level, source.n_outputs
+        needed = 4 * like.element_size() * draws.n * c
+        source.frame.budget.require(needed, like.device, f"{draws.n:,} draws of {c:,} outputs", FEWER)
+    return draws
+
+
+def _samples(
+    source: Source, inputs: Inputs, need: Functions, shape: Reshaper, answer: Answer | None = None
+) -> Tensor:  # (S, N, C)
+    """Draw whole functions at all inputs."""
+    parts = [part.outputs for part in shape.watch(source.outputs(inputs, need, answer))]
+    out = joined(parts)
+    assert isinstance(out, OutputSamples)
+    return out.samples
+
+
+def _linked(
+    source: Source, name: str, link: Link, part: Part, draws: Draws, independent: bool = False
+) -> Tensor:  # (N, K)
+    """Return the mean of the inverse link at some inputs."""
+    assert isinstance(part.outputs, OutputGaussian)
+    p, outside = through_link(link, part.outputs.marginals() if independent else part.outputs, draws)
+    if outside:
+        source.warn_once(
+            "simplex",
+            f"the {name} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
+            "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
+        )
+    return require_finite(p, f"the mean of {name}")
+
+
+def _chosen(source: Source, outputs: Any, refused: bool) -> Tensor | None:
+    """Return the indices of the wanted outputs. None means all."""
+    n_outputs = source.n_outputs
+    located = range(n_outputs)[source.likelihood.response.location_outputs(n_outputs)]
+    n = len(located)
+    if outputs is None:
+        return None if n == n_outputs else torch.tensor(located)
+    try:
+        index = torch.as_tensor(outputs).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        index = torch.empty(0)
+    if (
+        refused
+        or index.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+        or not len(index)
+        or int(index.min()) < 0
+        or int(index.max()) >= n
+    ):
+        raise OptionError(
+            f"outputs={shown(outputs)} must be indices from 0 to {n - 1}, for regression with pred_type='glm'."
+        )
+    return index.long()

@@ -1,0 +1,326 @@
+"""The only thing that runs a network for a posterior: which weights, by which engine, on which parts of the inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from torch import Tensor, distributed, nn
+
+from laplace.backprop import Forward, Head, Network, Plan
+from laplace.backprop.audit import EXAMPLES
+from laplace.curvature import GGN, Estimator, Sketch
+from laplace.errors import (
+    InputError,
+    LaplaceWarning,
+    ModelError,
+    ProcessesWarning,
+    StaleWarning,
+    UnsupportedError,
+    warn,
+)
+from laplace.inference.next_tokens import are_shifted, labels_within, refuse_tokens_themselves, shifted
+from laplace.inference.targets import check_finite
+from laplace.linalg.autocast import rounding
+from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
+from laplace.network.pytree import map_tensors, tensors_in
+from laplace.network.sharing import Sharing, outputs_of
+from laplace.posterior.posterior import Fit
+from laplace.predictive.positions import Positions
+from laplace.spec import Spec, require_served
+from laplace.structures import adding
+from laplace.weights import FoundLastLayer, Selection, Snapshot, what_changed
+
+MOST_VECTORS: Final = 256  # up to which the GGN of outputs at positions is exact unasked
+
+
+class Runner:
+    """A network with the parts that were asked for, and what was learned about it by running it.
+
+    Attributes:
+        model: the network; it is never changed.
+        spec: what the user asked for.
+        enable_backprop: whether gradients flow from predictions to the inputs.
+        weights: the uncertain weights, once they are found.
+        plan: which rule explains the gradients of each tensor, once the network has run.
+        snapshot: what the network was like when it was fitted.
+        dims: how many dimensions the inputs have that it was fitted on; None where it came from a file.
+        next_tokens: whether labels are those of the next positions; None while nothing was read.
+    """
+
+    def __init__(self, model: nn.Module, spec: Spec, enable_backprop: bool = False) -> None:
+        self.model, self.spec, self.enable_backprop = model, spec, enable_backprop
+        self.weights: FoundLastLayer | Selection | None = None
+        self.plan: Plan | None = None
+        self.snapshot: Snapshot | None = None
+        self.dims: tuple[int, ...] | None = None
+        self.next_tokens: bool | None = None
+        self._sharing, self._warned = Sharing(), set[str]()
+
+    # ---- what the network is -------------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[Any], progress_bar: bool, what: str) -> Iterator[Batch]:
+        """Yield the batches of a loader; `what` names the run in errors and progress bars.
+
+        Labels stand where the logits are that predict them: a causal language model shifts them itself.
+        """
+        spec = self.spec
+        for batch in training_batches(loader, self.model, spec.keys, progress_bar, what):
+            batch = replace(batch, inputs=self.told_apart(batch.inputs))
+            meant = batch, self.model, spec.likelihood, spec.class_dim
+            if not labels_within(batch):
+                if batch.index == 0:
+                    refuse_tokens_themselves(*meant)
+                yield batch
+                continue
+            if self.next_tokens is None:  # decided on the first batch that tells
+                self.next_tokens = are_shifted(*meant, lambda text: self.warn_once("own loss", text))
+            yield shifted(batch, spec.likelihood) if self.next_tokens else batch
+
+    def told_apart(self, inputs: Inputs) -> Inputs:
+        """Say which tensors belong to all examples: from a run of the network, where several tensors come."""
+        return self._sharing.told_apart(inputs, self.model)
+
+    def find_weights(self, inputs: Inputs, keep: bool = False) -> FoundLastLayer | Selection:
+        """Return the uncertain weights, from one run on an example where that is needed."""
+        if keep and self.weights is not None:
+            return self.weights
+        weights = self.spec.weights.find(self.model, inputs)
+        require_served(self.spec.structure, weights.layout)
+        scores = self.spec.estimator.name == "ef"
+        if isinstance(weights, FoundLastLayer) and scores and self.positions(inputs).several:
+            return Selection(weights.layout)  # an example's score is one vector for all its positions
+        return weights
+
+    def require_steady(self, inputs: Inputs, linear: bool) -> None:
+        """Refuse a network that gives other outputs when it is asked again, or when other examples are beside.
+
+        The latter for last layers alone: of other weights the audit sees it, and names the layer.
+        """
+        few = inputs.part(0, EXAMPLES)
+        fewer = few.part(0, 2) if linear and (few.size or 0) > 2 else few
+        f, again = self.outputs(few), self.outputs(fewer)
+        if f.dim() == 2:  # at positions, some may count for nothing
+            check_finite(f, "the network's outputs hold")
+        if not f.dim() or not again.dim() or _alike(f[: len(again)], again):
+            return
+        if fewer is not few and _alike(f, self.outputs(few)):
+            raise ModelError(
+                "the outputs of an example depend on the others in its batch. A posterior needs independent examples: "
+                "give BatchNorm running statistics, and take means over the batch out of forward."
+            )
+        raise ModelError(
+            "the network gives other outputs when it is asked again: it draws random numbers in eval mode. Write "
+            "dropout(h, p, training=self.training), and take noise out of forward."
+        )
+
+    def outputs(self, inputs: Inputs) -> Tensor:
+        """Run the network once without recording anything."""
+        return outputs_of(self.model, inputs)
+
+    def positions(self, inputs: Inputs) -> Positions:
+        """Return the shape of the outputs, from a run on a few examples."""
+        return Positions.of(self.outputs(inputs.part(0, EXAMPLES)), self.spec.class_dim)
+
+    def chosen_curvature(self, engine: Head | Network, inputs: Inputs) -> Estimator:
+        """Choose the curvature when the user did not: exact GGN, or a sketch when that needs too many vectors."""
+        if self.spec.curvature is not None:
+            return self.spec.curvature
+        if isinstance(engine, Head):
+            return GGN()
+        found = engine.planned_positions(inputs)
+        vectors = found.count * found.c
+        if not found.several or vectors <= MOST_VECTORS:
+            return GGN()
+        self.warn_once(
+            "sketch",
+            f"the exact GGN sends back a vector for each of {found.c} outputs at {found.count} positions; above "
+            f"{MOST_VECTORS} in all, an unbiased estimate is taken: curvature='sketch', one vector. Write "
+            "curvature='ggn' for the exact one, or curvature='sketch' with curvature_samples= to say it yourself.",
+        )
+        return Sketch()
+
+    def require_rereading(self, loader: Iterable[Any], before: Fit | None) -> None:
+        """Refuse what a structure that reads the data more than once, or keeps some of it, cannot do."""
+        structure = self.spec.structure
+        if structure.passes > 1 and isinstance(loader, Iterator):
+            raise InputError(
+                f"hessian_structure={structure.name!r} reads the data {structure.passes} times or more, and a "
+                f"{type(loader).__name__} can be read once. Give a DataLoader or a list of batches."
+            )
+        if not structure.adds and before is not None:
+            raise UnsupportedError(
+                f"override=False: what {structure.name!r} keeps depends on all data and cannot be added to. Fit it on "
+                f"all data at once, or take {adding()}, whose sums add."
+            )
+
+    # ---- running it ----------------------------------------------------------------------------------------------
+
+    def engine(self, weights: FoundLastLayer | Selection, plan: Plan | None = None) -> Head | Network:
+        """Return what runs the network; the `plan` of a network is kept from one call to the next."""
+        spec = self.spec
+        if isinstance(weights, FoundLastLayer):
+            return Head(self.model, weights, spec.budget, spec.class_dim)
+        reduce = spec.structure.weight_sharing == "reduce"
+        return Network(self.model, weights, spec.budget, plan, reduce, spec.estimator.exact_hessian, spec.class_dim)
+
+    def runs(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
+        """Yield runs on consecutive parts of the inputs, as many as memory asks for; or one on the `whole`."""
+        if whole:
+            yield from self.uncut(fit, inputs, whole)
+            return
+        for forward in self.uncut(fit, inputs):
+            yield from (part for part, _ in forward.cut())
+
+    def uncut(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
+        """Yield runs on consecutive parts of the inputs, with all positions of each example."""
+        self.notice_changes(fit)
+        assert self.weights is not None
+        engine = self.engine(self.weights, self.plan)
+        inputs = self.told_apart(inputs.to(device_of(self.model)))
+        if not engine.linear and any(t.shape[:1] == (0,) for t in tensors_in(inputs.x)):
+            raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
+        seen = 0  # examples of the parts before
+        runs = self._run_in_parts(engine, [inputs] if whole else engine.chunks(inputs, fit.n_outputs))
+        while (forward := self._next(runs, inputs, fit)) is not None:
+            if forward.positions.c != fit.n_outputs:
+                self._refuse_if_single(inputs, fit, None)
+                raise InputError(
+                    f"the outputs have {forward.positions.c} classes or outputs each; fitted on (N, {fit.n_outputs})."
+                )
+            check_finite(forward.outputs, "the network's outputs hold", forward.positions.count, seen)
+            seen += forward.positions.n
+            yield fit.attach_points(forward, engine, self.spec.budget.chunk)
+        self.plan = engine.plan
+
+    def _run_in_parts(self, engine: Head | Network, parts: Iterable[Inputs]) -> Iterator[Forward]:
+        for part in parts:
+            forward = engine.forward(part, self.enable_backprop)
+            if not engine.confirmed(part):  # these inputs show more of the network, which is known from here on
+                forward = engine.forward(part, self.enable_backprop)
+            yield forward
+
+    def _next(self, runs: Iterator[Forward], inputs: Inputs, fit: Fit) -> Forward | None:
+        """Return the next run; refuse an example without a batch around it, whatever came of it."""
+        try:
+            forward = next(runs, None)
+        except Exception as error:
+            self._refuse_if_single(inputs, fit, error)
+            raise
+        if forward is not None and forward.positions.dim is None and self.spec.class_dim is not None:
+            sure = self.dims is not None or forward.positions.n != inputs.size
+            if sure:
+                self._refuse_if_single(inputs, fit, None)
+        return forward
+
+    def _refuse_if_single(self, inputs: Inputs, fit: Fit, error: Exception | None) -> None:
+        """Refuse inputs that have a dimension less than those of fit, if the network runs with it put before them."""
+        dims = dims_of(inputs)
+        if not dims or (self.dims is not None and dims != tuple(d - 1 for d in self.dims)):
+            return
+        try:
+            singles = inputs.singles()
+            batch = replace(singles, x=map_tensors(singles.x, lambda t: t.unsqueeze(0)))
+            found = Positions.of(self.outputs(batch), self.spec.class_dim)
+        except Exception:  # whatever a network may raise
+            return
+        if found.n == 1 and found.c == fit.n_outputs:
+            raise InputError(
+                f"x is {described(inputs.x, {})}: a single example, where a batch is needed. Write x[0:1] instead of "
+                "x[0], or x.unsqueeze(0)."
+            ) from error
+
+    # ---- whether it is still the same ----------------------------------------------------------------------------
+
+    def adopt(
+        self, weights: FoundLastLayer | Selection, plan: Plan | None = None, dims: tuple[int, ...] | None = None
+    ) -> None:
+        """Remember the network as it is now: a posterior belongs to it."""
+        self.weights, self.plan, self.dims, self.snapshot = weights, plan, dims, Snapshot.of(self.model)
+        self._warned.discard("stale")
+
+    def changed(self, mean: Tensor, thoroughly: bool = False) -> str | None:
+        """Say in words what is no longer as it was at fit; None where nothing has changed."""
+        assert self.weights is not None
+        return what_changed(self.model, self.weights, mean, self.snapshot, thoroughly)
+
+    def notice_changes(self, fit: Fit) -> None:
+        """Warn once where the network is no longer the one that was fitted."""
+        changed = self.changed(fit.mean)
+        if not changed and self.snapshot is not None and self.snapshot.versions is None:
+            self.snapshot = Snapshot.of(self.model)  # a copy, now that it is known to be one
+        if changed:
+            self.warn_once(
+                "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
+            )
+
+    def require_unchanged(self, fit: Fit) -> None:
+        """Refuse to add data at other weights than those of the data before."""
+        if changed := self.changed(fit.mean, thoroughly=True):
+            raise UnsupportedError(
+                f"{changed} since fit, and data at other weights cannot be added. Fit all data at once, or "
+                "take what was learned as a prior: Laplace(..., prior=la.as_prior()).fit(new_loader)."
+            )
+
+    def notice_processes(self, training: bool = False) -> None:
+        """Warn once where this is one of several processes, which know nothing of each other's data."""
+        if not distributed.is_available() or not distributed.is_initialized():
+            return
+        if (count := distributed.get_world_size()) < 2:
+            return
+        if training:
+            together = (
+                "Prior and noise are tuned by each process on its own batches, and the networks drift apart: run "
+                "marglik_training in one process."
+            )
+        elif self.spec.structure.adds:
+            together = (
+                f"Put them together after fit: parts = [None] * {count}; torch.distributed.all_gather_object(parts, "
+                "la); la = sum(parts)."
+            )
+        else:
+            together = (
+                f"What {self.spec.structure.name!r} keeps does not add: let every process read all data, or take "
+                f"{adding()}, whose sums add."
+            )
+        self.warn_once(
+            "processes",
+            f"this is one of {count} processes of torch.distributed, and its posterior is that of the batches which it "
+            f"reads itself: with a DistributedSampler, of a part of the data. {together} Where every process reads all "
+            "data, nothing is missing.",
+            ProcessesWarning,
+        )
+
+    def warn_once(self, key: str, message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
+        """Warn of something the first time that it happens."""
+        if key not in self._warned:
+            warn(message, category)
+            self._warned.add(key)  # unless warnings are errors
+
+    def with_structure_of(self, fit: Fit) -> Runner:
+        """Return a runner of the same network for another fit of it, which has warned of nothing yet."""
+        other = copy.copy(self)
+        other.spec, other._warned = replace(self.spec, structure=fit.structure), set()
+        other.snapshot = self.snapshot  # a copy elsewhere forgets it; this has the same network
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        snapshot = self.snapshot  # addresses mean nothing in a copy
+        return self.__dict__ | {"snapshot": None if snapshot is None else snapshot.elsewhere()}
+
+
+def dims_of(inputs: Inputs) -> tuple[int, ...]:
+    """Return how many dimensions each of the inputs has."""
+    return tuple(t.dim() for t in inputs.singles().tensors())
+
+
+def _alike(f: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are equal up to rounding, wherever both are numbers."""
+    if f.shape != other.shape:
+        return False
+    tolerance = 3 * rounding({f.dtype}) ** 0.5
+    f, other = f.double(), other.double()
+    difference = (f - other).nan_to_num(0.0, 0.0, 0.0).abs()
+    return not f.numel() or float(difference.max()) <= tolerance * float(f.nan_to_num(0.0, 0.0, 0.0).abs().max())

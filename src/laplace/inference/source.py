@@ -1,0 +1,199 @@
+"""Sources of predictions: anything that gives the distribution of the outputs at some inputs.
+
+A Laplace posterior with its network is one; an ensemble, a mixture or SWAG can be others. `predict` and the functions
+beside it work with any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Forward
+from laplace.budget import Budget
+from laplace.inference.linearised import linearised, sampled, with_products
+from laplace.inference.runner import Runner
+from laplace.likelihoods import Likelihood
+from laplace.linalg.sampling import Draws
+from laplace.network.batches import Inputs, Keys
+from laplace.posterior.posterior import Posterior
+from laplace.predictive.outputs import OutputGaussian, OutputSamples
+from laplace.predictive.positions import Positions
+from laplace.predictive.queries import Covariances, Functions, Joint, Products, Query
+from laplace.predictive.reshape import Reshaper
+
+FEWER = "Ask for fewer draws, or for fewer inputs at a time."
+
+
+@dataclass(frozen=True)
+class Part:
+    """The outputs at consecutive inputs, with one row for every position of every input.
+
+    Attributes:
+        positions: Where the rows are in the network's own outputs.
+        outputs: Their distribution.
+    """
+
+    positions: Positions
+    outputs: OutputGaussian | OutputSamples
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How inputs are read, and the limits of a prediction.
+
+    Attributes:
+        keys: Which keys of a mapping are the inputs.
+        class_dim: Which dimension of the outputs has the classes.
+        budget: How much memory a result may take.
+        enable_backprop: Whether gradients flow from predictions to the inputs.
+        functional: Whether this is a distribution over functions, without weights to draw.
+    """
+
+    keys: Keys
+    class_dim: int | None
+    budget: Budget
+    enable_backprop: bool = False
+    functional: bool = False
+
+
+@dataclass
+class Answer:
+    """Counts the size of a result while the inputs run, and refuses it before memory is full."""
+
+    budget: Budget
+    instead: str
+    each: int = 1  # results per output, such as draws
+    numbers: int = 0
+
+    def on(self, runs: Iterable[Forward], each: int) -> Iterator[Forward]:
+        """Yield the same runs. Each of their rows adds `each` numbers to the result."""
+        for run in runs:
+            self.numbers += len(run.outputs) * each * self.each
+            f = run.outputs
+            needed = 2 * f.element_size() * self.numbers  # the parts, and the joined result
+            self.budget.require(needed, f.device, f"an answer of {self.numbers:,} numbers or more", self.instead)
+            yield run
+
+
+class Source(Protocol):
+    """Gives the distribution of the outputs at some inputs, only as much of it as the query asks for."""
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """Return the likelihood, which says what the outputs mean."""
+        ...
+
+    @property
+    def n_outputs(self) -> int:
+        """Return the number of outputs, C."""
+        ...
+
+    @property
+    def frame(self) -> Frame:
+        """Return how inputs are read, and the limits of a prediction."""
+        ...
+
+    @property
+    def noise_level(self) -> Tensor:
+        """Return the level of the observation noise, (). It is 1 if there is none."""
+        ...
+
+    def outputs(self, inputs: Inputs, need: Query, answer: Answer | None = None) -> Iterator[Part]:
+        """Yield the outputs at consecutive parts of the inputs."""
+        ...
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Warn, but only the first time for each `key`."""
+        ...
+
+
+class Fitted(Protocol):
+    """A posterior together with its network."""
+
+    @property
+    def posterior(self) -> Posterior: ...
+
+    @property
+    def runner(self) -> Runner: ...
+
+
+def outputs_of(la: Fitted, inputs: Inputs, need: Query, answer: Answer | None = None) -> Iterator[Part]:
+    """Yield the distribution of the outputs at consecutive parts of the inputs: what all predictions are made of.
+
+    Args:
+        inputs: what the network is called with.
+        need: how much of the distribution is asked for: variances, covariances, products with them, draws.
+        answer: counts what the caller keeps, which is refused before it would not fit into memory.
+
+    Raises:
+        NotFittedError: before `fit`.
+        MemoryBudgetError: an answer that would not fit into memory.
+    """
+    posterior, runner = la.posterior, la.runner
+    fit, budget = posterior.fit, runner.spec.budget
+    if isinstance(need, Joint):
+        yield _joint(la, inputs, need)
+    elif isinstance(need, Functions):
+        answer = answer or Answer(budget, FEWER)
+        if fit.structure.functional:
+            yield _function_draws(la, inputs, need.draws)
+        else:
+            yield _weight_draws(la, inputs, need, answer)
+    else:
+        chosen = None if isinstance(need, Products) else need.chosen
+        c = fit.n_outputs if chosen is None else len(chosen)
+        runs = runner.runs(fit, inputs)
+        if answer is not None:
+            runs = answer.on(runs, c**2 if isinstance(need, Covariances) else c)
+        for run in runs:
+            f = run.outputs if chosen is None else run.outputs[:, chosen]
+            jacobian = run.jacobian(chosen)
+            if isinstance(need, Products):
+                yield Part(run.positions, with_products(posterior, f, jacobian))
+            else:
+                yield Part(run.positions, linearised(posterior, f, jacobian, isinstance(need, Covariances)))
+
+
+def _joint(la: Fitted, inputs: Inputs, need: Joint) -> Part:
+    """Return mean and covariance of all inputs' outputs together, position after position."""
+    posterior, shape = la.posterior, Reshaper()
+    (forward,) = shape.watch(la.runner.runs(posterior.fit, inputs, whole=True))
+    mean = forward.outputs if need.chosen is None else forward.outputs[:, need.chosen]
+    la.runner.spec.budget.require(
+        2 * mean.element_size() * mean.numel() ** 2,
+        mean.device,
+        f"the joint covariance of {mean.numel():,} outputs",
+        need.instead,
+    )
+    covariance = posterior.gaussian.joint(forward.jacobian(need.chosen)).flatten(2).flatten(0, 1)
+    variance = covariance.diagonal()
+    return Part(shape.positions, OutputGaussian(mean.reshape(1, -1), variance[None], covariance[None]))
+
+
+def _function_draws(la: Fitted, inputs: Inputs, draws: Draws) -> Part:  # (S, N, C)
+    """Draw the outputs at all inputs together from a posterior over functions."""
+    whole = _joint(la, inputs, Joint("Take fewer inputs, or diagonal_output=True."))
+    drawn = torch.cat(list(whole.outputs.draws(draws)), 1).squeeze(1)
+    return Part(whole.positions, OutputSamples(drawn.unflatten(1, (-1, la.posterior.fit.n_outputs))))
+
+
+def _weight_draws(la: Fitted, inputs: Inputs, need: Functions, answer: Answer) -> Part:  # (S, N, C)
+    """Return outputs under draws of the weights. If f is linear in the weights, one run is used for all draws."""
+    posterior, shape, runner = la.posterior, Reshaper(), la.runner
+    fit, each = posterior.fit, need.draws.n * posterior.fit.n_outputs
+    if fit.linear:
+        kept = list(answer.on(shape.watch(runner.runs(fit, inputs, whole=True)), each))
+        return Part(shape.positions, OutputSamples(sampled(posterior, lambda: kept, need.draws, need.exact)))
+    before = answer.numbers
+
+    def runs() -> Iterator[Forward]:
+        answer.numbers = before  # the same inputs again, for the next draws
+        return answer.on(shape.watch(runner.runs(fit, inputs)), each)
+
+    drawn = sampled(posterior, runs, need.draws, need.exact)
+    return Part(shape.positions, OutputSamples(drawn))

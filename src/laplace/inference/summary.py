@@ -1,0 +1,82 @@
+"""`repr(la)`: what it is and what it has seen, on a few lines."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+
+from torch import Tensor
+
+from laplace.errors import LaplaceError
+from laplace.inference.runner import Runner
+from laplace.posterior.posterior import Posterior
+from laplace.posterior.task_prior import CurvedPrior
+from laplace.priors.base import Prior
+from laplace.priors.gaussian import GaussianPrior
+
+_NAMES = 4  # of tensors that are listed; of more, the first and the last
+_WIDTH, _LONG = 80, 60  # columns of a line, and of a value in it that is shown whole
+
+
+def summary(runner: Runner, posterior: Posterior | None, prior: Prior, noise: Tensor, temperature: float) -> str:
+    """Describe a Laplace approximation, fitted or not."""
+    spec = runner.spec
+    curvature = spec.estimator.name if posterior is None else posterior.fit.kind
+    rows = [
+        ("network", type(runner.model).__name__),
+        (
+            "likelihood",
+            _short(spec.likelihood.described) + (f", noise {_shown(noise)}" if spec.likelihood.has_noise else ""),
+        ),
+        ("structure", f"{spec.structure.described}; curvature {curvature}"),
+        ("prior", _prior(prior)),
+    ]
+    if isinstance(prior, CurvedPrior):
+        rows.append(("", f"and {prior.n_data:,} examples of earlier tasks"))
+    if temperature != 1:
+        rows.append(("temperature", f"{temperature:g}"))
+    weights = _short(spec.weights.label)
+    if posterior is not None:
+        fit = posterior.fit
+        weights = f"{weights}: {_listed(fit.layout.names)} ({fit.layout.n_params:,} weights)"
+        rows.append(("fitted", f"on {fit.n_data:,} examples, {fit.n_outputs} outputs, {_evidence(posterior)}"))
+    else:
+        rows.append(("fitted", "not yet: call la.fit(train_loader)"))
+    rows.insert(1, ("weights", weights))
+    lines = [line for key, value in rows for line in _wrapped(f"  {key:<12}{value}")]
+    return "\n".join(["Laplace(", *lines, ")"])
+
+
+def _wrapped(line: str) -> list[str]:
+    return wrap(line, _WIDTH, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)
+
+
+def _short(text: str) -> str:
+    """Cut the middle out of a text of more than a line."""
+    return text if len(text) <= _LONG else f"{text[: _LONG - 15]}...{text[-12:]}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    """Name some tensors; of many, say how many there are."""
+    if len(names) <= _NAMES and len(", ".join(names)) <= _LONG:
+        return ", ".join(names)
+    return f"{len(names)} tensors, {names[0]} to {names[-1]}"
+
+
+def _evidence(posterior: Posterior) -> str:
+    try:
+        return f"log evidence {float(posterior.log_evidence.detach()):.2f}"
+    except LaplaceError as error:  # of values that were set since
+        return f"no evidence: {error}"
+
+
+def _prior(prior: Prior) -> str:
+    if not isinstance(prior, GaussianPrior):
+        return repr(prior)
+    return f"precision {_shown(prior.precision)}, mean {_shown(prior.mean)}"
+
+
+def _shown(value: Tensor) -> str:
+    value = value.detach()
+    if value.numel() == 1:
+        return f"{float(value):.4g}"
+    return f"{value.numel()} values in [{float(value.min()):.3g}, {float(value.max()):.3g}]"

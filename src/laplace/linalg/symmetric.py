@@ -1,0 +1,328 @@
+"""Products rows^T rows, sums of them, and eigendecompositions of symmetric matrices, with care for rounding."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from laplace.errors import NumericalError, warn
+
+EIGH = 6.0  # cost of an eigendecomposition, in multiplications per D^3
+SYMMETRIC = 0.6  # cost of `gram`, as a share of the full product
+_HELD = 2**22  # most numbers collected before a product
+_ENOUGH = 512  # rows from which a product reaches full speed
+_MANY = 512  # columns from which computing only half a product is worth several calls
+_ALIGNED = 16  # strips begin at multiples of it, because kernels work on whole registers
+_LONG = 2**11  # rows from which half a product is worth it for few columns, too
+_NARROW = 64  # columns up to which products are in float64; for wider ones they would take up to a third of a fit
+_COPIED = 2**18  # most numbers copied to float64 for that, where examples have many positions
+_PRECISE = 1024  # columns up to which sums and decompositions are in float64
+_SEED = 0xE16
+_APART = 1e-6  # relative gap of eigenvalues' roots from which eigenvectors are well determined
+_BLURRED = 1e-8  # rounding of a sum of float32 products, relative to its largest eigenvalue
+TOLERATED = 0.05  # share of a variance that may be rounding without a warning
+_ROUNDED = {torch.float64: 1e-11}  # relative to the largest eigenvalue: smaller negative ones are rounding
+
+
+def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
+    """Return rows^T rows. Computes only the lower triangle, in strips, and mirrors it where that pays.
+
+    The product is in float64 where there are few rows: they do not span all columns, and directions outside their span
+    must be exactly zero, however small the prior. It is also in float64 where there are few columns.
+    """
+    return plain_gram(rows.double() if exact(*rows.shape) else rows)
+
+
+def plain_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
+    """Return rows^T rows in the dtype of the rows."""
+    m, d = rows.shape
+    if d < _MANY and (d < _ALIGNED or m < _LONG):
+        return rows.T @ rows
+    return _mirror(_add_half(rows.new_zeros(d, d), rows))
+
+
+def exact(m: int, d: int, positions: int = 1) -> bool:
+    """Whether the product of m examples' rows with d columns each is taken in float64."""
+    few = positions == 1 or m * positions * d <= _COPIED
+    return m * positions < 2 * d or (d <= _NARROW and few)
+
+
+def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
+    """Return rows^T rows in float64, so that directions outside the rows' span are zero for any prior and noise."""
+    return plain_gram(rows.double())
+
+
+def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
+    """Add rows^T rows to the lower triangle. A float64 sum takes products in the dtype of the rows."""
+    for a, b in _strips(len(total)):
+        if total.dtype == rows.dtype:
+            total[a:b, :b].addmm_(rows[:, a:b].T, rows[:, :b])
+        else:
+            total[a:b, :b].add_(rows[:, a:b].T @ rows[:, :b])
+    return total
+
+
+def _mirror(total: Tensor) -> Tensor:  # (D, D)
+    """Copy the lower triangle to the upper one."""
+    for a, b in _strips(len(total)):
+        total[:a, a:b] = total[a:b, :a].T
+    return total
+
+
+def _strips(d: int) -> list[tuple[int, int]]:
+    """Return bounds of strips of neighbouring rows. Each strip is multiplied out up to the diagonal."""
+    count = 8 if d >= _MANY else 3
+    ends = [k * d // count // _ALIGNED * _ALIGNED for k in range(count)]
+    return list(zip(ends, [*ends[1:], d], strict=True))
+
+
+def total(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the terms. Only one term is held beside the sum at a time."""
+    return functools.reduce(operator.add, terms)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """How many eigenvalues of positive semi-definite matrices were below zero and were set to zero."""
+
+    count: int = 0
+    lowest: float = 0.0  # the most negative one, relative to the largest eigenvalue of its matrix
+
+    def __add__(self, other: Clipped) -> Clipped:
+        return Clipped(self.count + other.count, min(self.lowest, other.lowest))
+
+
+def clip(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Clipped]:  # (..., D)
+    """Return eigenvalues clipped at zero, and how many were negative. Warns if that exceeds rounding in `dtype`."""
+    found = values.detach()
+    below = found < 0
+    if not below.any():
+        return values, Clipped()
+    largest = found.abs().amax(-1, keepdim=True)
+    clipped = Clipped(int(below.sum()), float((found / largest)[below].min()))
+    if clipped.lowest < -_ROUNDED.get(dtype, 1e-4):
+        remedy = (
+            "Scale the inputs of the network to about 1; a prior precision below that may be lost."
+            if dtype == torch.float64
+            else "A network in float64 shows whether something else is wrong: fit with model.double()."
+        )
+        warn(
+            f"{clipped.count} eigenvalues of a positive semi-definite curvature are below zero, the lowest "
+            f"{clipped.lowest:.2g} of the largest: more than rounding in {dtype}. They are set to zero. {remedy}"
+        )
+    return values.clamp(min=0), clipped
+
+
+def spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:  # (..., D, D) -> (..., D), (..., D, D)
+    """Return eigenvalues and eigenvectors of symmetric matrices."""
+    try:
+        return torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError as error:
+        raise NumericalError(
+            f"the eigendecomposition of a {matrix.shape[-1]} x {matrix.shape[-1]} matrix failed; its entries are up to "
+            f"{float(matrix.abs().max()):.3g}. Scale the inputs of the network to about 1."
+        ) from error
+
+
+def cholesky(matrix: Tensor) -> Tensor:  # (..., D, D) -> (..., D, D)
+    """Return L with L L^T = matrix, for precisions relative to a prior: positive definite except for rounding."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    if failed.any():
+        raise NumericalError(
+            "the posterior precision has lost the prior to rounding: the curvature of the data is up to "
+            f"{float(matrix.detach().abs().max()):.2g} times larger. Raise the prior precision, or sigma_noise."
+        )
+    return factor
+
+
+def eigh(
+    matrix: Tensor, dtype: torch.dtype, ties: bool = False
+) -> tuple[Tensor, Tensor, Clipped]:  # (..., D, D) -> (..., D), (..., D, D), how many were below zero
+    """Return eigenvalues clipped at zero, and eigenvectors, of positive semi-definite matrices in `dtype`.
+
+    With `ties`, the eigenvectors of equal eigenvalues do not depend on rounding: see `settled`.
+
+    The work is in float64 up to 1,024 dimensions, and for sums in float64. If the rows of a matrix sum to zero, as
+    those of softmax do, the constant vector is removed before, so that its zero eigenvalue is exact. Rounding there
+    would compete with the prior once it is multiplied by the other Kronecker factor.
+    """
+    d = matrix.shape[-1]
+    work = matrix.double() if d <= _PRECISE or matrix.dtype == torch.float64 else matrix.to(dtype)
+    if d > 1 and matrix.shape[:-2].numel() == 1 and _rows_sum_to_zero(matrix, dtype):
+        values, vectors = _eigh_without_constant(work.reshape(d, d))
+        values, vectors = values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
+    else:
+        values, vectors = spectrum(work)
+    values, clipped = clip(values, dtype)
+    if ties:
+        ground = _APART**2 if work.dtype == torch.float64 else 1.0  # float32 sums have one rounding error for all
+        vectors = settled(values, vectors, _APART, ground)
+    return values.to(dtype), vectors.to(dtype).contiguous(), clipped
+
+
+def settled(
+    values: Tensor,  # (..., D), ascending and not below zero
+    vectors: Tensor,  # (..., D, D)
+    apart: float,
+    ground: float,
+) -> Tensor:  # (..., D, D)
+    """Return eigenvectors that are a well-conditioned function of their matrix, also where eigenvalues are equal.
+
+    The eigenvectors of a multiple eigenvalue are chosen to diagonalise S, a fixed diagonal matrix of random numbers,
+    which shares no symmetry with the data. To avoid jumps where eigenvalues are nearly equal, we diagonalise the
+    entries S_ij between eigenvectors, times a weight that falls from 1 to 0 as their roots sqrt(l + ground) come to be
+    `apart` (l relative to the largest). The weight is flat at 0: rounding enters by its square.
+
+    Why roots: rows with a rounding e move an eigenvalue by only sqrt(l) e. Why `ground`: the rounding of the matrix
+    itself is the same for all eigenvalues, and must not separate those that are zero.
+    """
+    d = values.shape[-1]
+    generator = torch.Generator().manual_seed(_SEED)
+    s = torch.rand(d, dtype=torch.float64, generator=generator).to(vectors)
+    largest = values[..., -1:].clamp(min=torch.finfo(values.dtype).tiny)
+    roots = (values / largest + ground).sqrt()
+    alone = roots.diff(dim=-1) >= apart  # (..., D - 1)
+    if alone.all():
+        return vectors
+    vectors = vectors.clone()
+    groups = zip(roots.reshape(-1, d), vectors.reshape(-1, d, d), alone.reshape(-1, d - 1), strict=True)
+    for root, basis, cuts in groups:
+        bounds = [0, *(cuts.nonzero().flatten() + 1).tolist(), d]
+        for start, stop in pairwise(bounds):
+            if stop - start > 1:
+                q, r = basis[:, start:stop], root[start:stop]
+                weight = (1 - ((r.unsqueeze(1) - r) / apart).square()).clamp(min=0).square()
+                basis[:, start:stop] = q @ spectrum(weight * (q.T @ (s.unsqueeze(1) * q)))[1]
+    return vectors
+
+
+def blurred(values: Tensor) -> float:  # (..., D), of a float32 network
+    """Return the relative rounding of float32 sums, or zero where it changes no eigenvalue much.
+
+    Relative to the largest eigenvalue. Narrow matrices are float64 products. In wide ones, eigenvalues that are neither
+    far above the rounding nor zero (few rows, dead units) may be pure rounding.
+    """
+    if values.shape[-1] <= _NARROW or values.dtype == torch.float64:
+        return 0.0
+    relative = values / values.amax(-1, keepdim=True)
+    doubtful = (relative > 1e-13) & (relative < _BLURRED / TOLERATED)
+    return _BLURRED if doubtful.any() else 0.0
+
+
+def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
+    """Refuse a precision with non-positive eigenvalues, as an exact Hessian can have away from an optimum.
+
+    `rounded`: its factorisation has already failed, so that the smallest eigenvalue is negative, or zero up to
+    rounding.
+    """
+    eigenvalues = eigenvalues.detach()
+    if not eigenvalues.isfinite().all():
+        raise NumericalError(
+            f"the posterior precision is out of range in {eigenvalues.dtype}: the curvature of the data is too large. "
+            "Scale the inputs of the network to about 1, raise sigma_noise, or take model.double()."
+        )
+    if rounded or not (eigenvalues > 0).all():
+        smallest, largest = float(eigenvalues.min()), float(eigenvalues.max())
+        rounding = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * largest
+        needed = 1.001 * max(-smallest, 0.0) + rounding
+        raise NumericalError(
+            f"the posterior precision is not positive definite: its smallest eigenvalue is {smallest:.3g}, its largest "
+            f"{largest:.3g}. Raise the prior precision by {needed:.4g} or more, train to an optimum, or take "
+            "curvature='ggn'."
+        )
+
+
+def in_sums(matrix: Tensor) -> Tensor:
+    """Return a contribution in the dtype it is summed in: float64, except where matrices are too wide for it."""
+    return matrix.double() if matrix.dim() < 2 or matrix.shape[-1] <= _PRECISE else matrix
+
+
+def _rows_sum_to_zero(matrix: Tensor, dtype: torch.dtype) -> bool:
+    small = 200 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+    return bool((matrix.sum(-1).abs() <= small).all())
+
+
+def _eigh_without_constant(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose b in a basis that contains the constant vector, whose eigenvalue is exactly zero.
+
+    The basis is the Householder reflection I - c w w^T that maps the constant vector to a unit vector.
+    """
+    d = b.shape[0]
+    w = b.new_full((d,), d**-0.5)
+    w[0] += 1
+    c = 2 / (w @ w)
+    bw = b @ w
+    u = c * bw - c**2 / 2 * (w @ bw) * w
+    reflected = b.addr(w, u, alpha=-1).addr_(u, w, alpha=-1)
+    values, inner = spectrum(reflected[1:, 1:])
+    vectors = b.new_zeros(d, d)
+    vectors[:, 0] = d**-0.5
+    vectors[1:, 1:] = inner
+    vectors[:, 1:].addr_(w, w[1:] @ inner, alpha=-float(c))
+    return torch.cat([values[:1] * 0, values]), vectors
+
+
+@dataclass(frozen=True)
+class GramRows:
+    """A contribution rows^T rows to a sum, not multiplied out yet."""
+
+    rows: Tensor  # (M, D)
+
+
+class GramSum:
+    """A running sum of `GramRows`. Small blocks of rows are collected in a buffer before the product."""
+
+    def __init__(self, total: Tensor | None = None) -> None:
+        self.total = total  # (D, D)
+        self._buffer: Tensor | None = None
+        self._filled = self._seen = 0
+
+    def add(self, rows: Tensor) -> None:  # (M, D)
+        """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
+        m, d = rows.shape
+        if m >= _ENOUGH and (m >= 2 * d or self.total is not None or self._filled):
+            self._empty()
+            self._take(rows)
+            return
+        if self._buffer is None:
+            self._buffer = rows.new_empty(max(m, min(_HELD // d, max(8 * d, 2 * _ENOUGH))), d)
+        if self._filled + m > len(self._buffer):
+            self._empty()
+        if m > len(self._buffer):
+            self._take(rows)
+        else:
+            self._buffer[self._filled : self._filled + m] = rows
+            self._filled += m
+
+    def add_gram(self, term: Tensor) -> None:  # (D, D)
+        """Add a finished product."""
+        self.total = in_sums(term).clone() if self.total is None else self.total.add_(term)
+
+    def flush(self) -> Tensor:  # (D, D)
+        """Return the sum of everything so far."""
+        self._empty()
+        assert self.total is not None
+        return _mirror(self.total) if len(self.total) >= _MANY else self.total
+
+    def _empty(self) -> None:
+        if self._filled and self._buffer is not None:
+            self._take(self._buffer[: self._filled])
+            self._filled = 0
+
+    def _take(self, rows: Tensor) -> None:
+        m, d = rows.shape
+        self._seen += m
+        if d < _MANY or self._seen < 2 * d:  # these rows may be all the data: see `gram`
+            self.add_gram(gram(rows))
+        else:  # only one triangle is kept until `flush`
+            if self.total is None:
+                self.total = in_sums(rows.new_zeros(d, d))
+            elif d > _PRECISE:
+                self.total = self.total.to(rows.dtype)
+            _add_half(self.total, rows)

@@ -1,0 +1,405 @@
+"""Define what a batch is, how the network is called on it, and where the logits are in what it returns.
+
+A batch of training data is a pair `(x, y)`, or a mapping that holds the labels under a key. Weights of the examples, or
+of their positions, are a third element, or stand under the key `weights`. `x` is a tensor, a tuple of tensors (several
+inputs, passed by position), or a mapping. A mapping is passed as keyword arguments if the network's `forward` names its
+keys (Hugging Face), and otherwise as one positional argument. Its key `mask` says which labels count, unless the
+network itself reads it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from laplace.checks import shown
+from laplace.errors import InputError, LaplaceError, ModelError, OptionError
+from laplace.linalg.autocast import as_called
+from laplace.network.pytree import map_tensors, tensors_in
+from laplace.network.replica import call_with
+from laplace.network.watching import EXAMPLES, is_unwatched, watch
+
+MASK = "mask"  # the key of a mapping's mask
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Under which keys a mapping holds the main input, the labels, and what belongs to the labels."""
+
+    x: str = "input_ids"
+    y: str = "labels"
+    further: tuple[str, ...] = ()  # what the likelihood needs besides labels: elements after them in a tuple
+    pairs: bool = False  # whether examples are pairs of inputs
+
+    def __post_init__(self) -> None:
+        for name, key in {"dict_key_x": self.x, "dict_key_y": self.y}.items():
+            if not isinstance(key, str):
+                raise OptionError(f"{name}={shown(key)} must be a string: a key of the mapping.")
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Return the names of what a batch may hold after its labels."""
+        return (*self.further, "weights")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All arguments of one call of the network, without the labels."""
+
+    x: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys)
+    pairs: bool = False  # whether tensors hold pairs, (B, 2, ...), and the output is their difference
+    shared: frozenset[int] | None = None  # indices of tensors that all examples share; None if unknown
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
+        """Return the inputs with f applied to every tensor, keyword arguments included."""
+        x = map_tensors(self.x, f)  # x first, as in `tensors`
+        return replace(self, x=x, kwargs=map_tensors(dict(self.kwargs), f) if self.kwargs else self.kwargs)
+
+    @classmethod
+    def paired(cls, first: Any, second: Any, kwargs: Mapping[str, Any], keys: Keys) -> Inputs:
+        """Pair two batches of inputs, example by example."""
+        others = tensors_in(second)
+        shapes = [t.shape for t in tensors_in(first)]
+        if type(first) is not type(second) or not shapes or shapes != [t.shape for t in others]:
+            raise InputError(
+                f"{described(first, {})} and {described(second, {})} cannot be paired; give two batches of the "
+                "same shapes."
+            )
+        rest = iter(others)
+        return cls(map_tensors(first, lambda t: torch.stack([t, next(rest)], 1)), kwargs, keys, pairs=True)
+
+    def singles(self) -> Inputs:
+        """Return the inputs of all pairs one after the other, (2 B, ...)."""
+        return replace(self, x=map_tensors(self.x, lambda t: t.flatten(0, 1)), pairs=False) if self.pairs else self
+
+    def combined(self, t: Tensor) -> Tensor:  # (2 B, ...) -> (B, ...)
+        """Combine values of single inputs to values of examples: for a pair, the second minus the first."""
+        return t.unflatten(0, (-1, 2)).diff(dim=1).squeeze(1) if self.pairs else t
+
+    def to(self, device: torch.device) -> Inputs:
+        """Return the inputs on `device`. Refuses sparse tensors, which cannot be split into examples."""
+        given = self.tensors()
+        if sparse := [t for t in given if t.layout in _SPARSE]:
+            raise InputError(
+                f"an input of shape {tuple(sparse[0].shape)} is sparse ({sparse[0].layout}); inputs are dense tensors, "
+                "whose examples can be taken apart. Write x.to_dense(); where the network needs a sparse one, let its "
+                "forward call x.to_sparse()."
+            )
+        return self if all(t.device == device for t in given) else self.map(lambda t: t.to(device))
+
+    def copied(self) -> Inputs:
+        """Copy the inputs. Whoever keeps inputs must copy them, because a loader may refill its tensors."""
+        return self.map(torch.clone)
+
+    def normal_tensors(self) -> Inputs:
+        """Copy tensors that were made in inference mode, so that autograd can use them."""
+        if not any(t.is_inference() for t in self.tensors()):
+            return self
+        with torch.inference_mode(False):
+            return self.map(torch.clone)
+
+    @property
+    def size(self) -> int | None:
+        """Return the number of examples, or None if the examples' tensors differ in their leading size."""
+        own = tensors_in(self.x)
+        if self.shared:
+            own = [t for i, t in enumerate(self.tensors()) if i not in self.shared]
+        sizes = {t.shape[0] if t.dim() else 0 for t in own}
+        return sizes.pop() or None if len(sizes) == 1 else None
+
+    def own(self, n: int) -> list[bool]:
+        """Return for each tensor whether it belongs to the n examples. If that is unknown, the shape decides."""
+        if self.shared is None:
+            return [t.shape[:1] == (n,) for t in self.tensors()]
+        return [i not in self.shared for i in range(len(self.tensors()))]
+
+    def part(self, start: int, stop: int) -> Inputs:
+        """Return some of the examples, or the whole batch if it cannot be split."""
+        return self if self.size is None else self._taken(lambda t: t[start:stop])
+
+    def spread(self, k: int) -> Inputs:
+        """Return up to k examples, evenly spaced over the batch, or the whole batch if it cannot be split."""
+        if self.size is None or self.size <= k:
+            return self
+        return self.at(torch.linspace(0, self.size - 1, k).round().long())
+
+    def at(self, index: Tensor) -> Inputs:  # (k,)
+        """Return a copy of the examples at these indices."""
+        return self._taken(lambda t: t[index.to(t.device)])
+
+    def _taken(self, f: Callable[[Tensor], Tensor]) -> Inputs:
+        """Return the inputs with f applied to the tensors that belong to the examples."""
+        own = iter(self.own(self.size or 0))
+        return self.map(lambda t: f(t) if next(own) else t)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors: those in x, then those in keyword arguments."""
+        return [*tensors_in(self.x), *tensors_in(self.kwargs)] if self.kwargs else tensors_in(self.x)
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
+        """Return the inputs with other tensors, in the order of `tensors()`."""
+        others = iter(tensors)
+        return self.map(lambda _: next(others))
+
+    def call_with(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return the network's logits with some parameters replaced. The network itself is not written to."""
+        self._watch(model)
+        if isinstance(model, nn.DataParallel):  # cannot be called with other parameters
+            parameters = {name.removeprefix("module."): t for name, t in parameters.items()}
+            model = model.module
+        args, named = self.singles()._arguments(model)
+        with as_called():
+            return self.combined(logits(call_with(model, dict(parameters), args, {**named, **self.kwargs})))
+
+    def call(self, model: nn.Module) -> Tensor:
+        """Return the network's logits on these inputs."""
+        self._watch(model)
+        args, named = self.singles()._arguments(model)
+        try:
+            with as_called():
+                output = model(*args, **named, **self.kwargs)
+        except (LaplaceError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # any error of the network
+            raise ModelError(f"the network failed on {described(self.singles().x, self.kwargs)}: {error}") from error
+        return self.combined(logits(output))
+
+    def _watch(self, model: nn.Module) -> None:
+        """Watch what a replica reads and writes, before its first run."""
+        if not is_unwatched(model):
+            return
+        few = self.part(0, EXAMPLES).map(torch.clone).singles()
+
+        def run(replica: nn.Module) -> None:
+            args, named = few._arguments(replica)
+            with as_called():
+                replica(*args, **named, **few.kwargs)
+
+        watch(model, run)
+
+    def call_with_labels(self, model: nn.Module, y: Tensor) -> Any:
+        """Call the network with its labels, too, and return all its outputs, such as a loss of its own."""
+        args, named = self._arguments(model)
+        if args and isinstance(self.x, Mapping):  # the whole mapping is one argument
+            x = map_tensors(self.x, lambda t: t)
+            x[self.keys.y] = y
+            args, labels = (x,), {}
+        else:
+            labels = {self.keys.y: y}
+        with as_called():
+            return model(*args, **named, **self.kwargs, **labels)
+
+    def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
+            return (), _read(model, self.x, self.keys)
+        return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and labels, and the number of the batch in its loader."""
+
+    index: int
+    inputs: Inputs
+    y: Tensor
+    given: Mapping[str, Tensor] = field(default_factory=dict)  # what else is given, such as `weights`
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors: inputs, labels, and what else is given."""
+        return [*self.inputs.tensors(), self.y, *self.given.values()]
+
+    def labels(self, start: int, stop: int) -> Batch:
+        """Return the batch with the labels, weights and so on of some examples. Inputs stay whole."""
+        return self.at(slice(start, stop))
+
+    def at(self, index: slice | Tensor) -> Batch:
+        """Return the batch with the labels, weights and so on at some indices. Inputs stay whole."""
+        return replace(self, y=self.y[index], given={key: value[index] for key, value in self.given.items()})
+
+
+def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
+    """Split the `index`-th batch of a loader into inputs, labels and what else is given."""
+    if isinstance(batch, Mapping):
+        if keys.y not in batch:
+            raise InputError(
+                f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
+                f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
+            )
+        apart = keys.given if _reads_mask(model, batch, keys) else (*keys.given, MASK)
+        y, x, given = batch[keys.y], batch, {key: batch[key] for key in apart if key in batch}
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and 2 <= len(batch) <= 2 + len(keys.given):
+        x, y = batch[:2]
+        given = dict(zip(keys.given, batch[2:], strict=False))
+    else:
+        length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise InputError(
+            f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or {_form(keys)}, or a "
+            "mapping with the labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
+        )
+    for what, value in {"labels": y, **given}.items():
+        if not isinstance(value, Tensor):
+            came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
+            raise InputError(f"the {what} of batch {index} {came}; a tensor is needed: torch.as_tensor(...).")
+    inputs = Inputs(x, keys=keys, pairs=keys.pairs)
+    if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys, model)):
+        raise InputError(
+            f"batch {index} has {described(x, {})} for {len(y)} labels; preferences are between the two inputs of "
+            "pairs, (B, 2, ...): torch.stack([first, second], 1)."
+        )
+    if keys.pairs and isinstance(x, Mapping):
+        inputs = replace(inputs, x=_read(model, x, keys))
+    return Batch(index, inputs, y, given)
+
+
+def _form(keys: Keys) -> str:
+    return f"(x, y, {', '.join(keys.given)})"
+
+
+def _inputs_of(x: Any, keys: Keys, model: nn.Module) -> list[Tensor]:
+    """Return all tensors of x, without those of a mapping that describe the labels."""
+    return tensors_in(_read(model, x, keys) if isinstance(x, Mapping) else x)
+
+
+def _read(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """Return the entries of a mapping that the network reads: all but the labels and what belongs to them."""
+    apart = {keys.y, *keys.given} | (set() if _reads_mask(model, mapping, keys) else {MASK})
+    return {key: value for key, value in mapping.items() if key not in apart}
+
+
+def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
+    """Yield the batches of a loader on the network's device. Skips empty batches.
+
+    Each batch is valid only until the next one is read.
+    """
+    if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+        raise InputError(
+            f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
+        )
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise InputError(f"a {type(loader).__name__} gives single examples. Write DataLoader(dataset, batch_size=128).")
+    if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+        raise InputError(
+            f"the loader is a {type(loader).__name__} of 2 tensors, as a batch is. Write [(x, y)] for all "
+            "data in one batch, or DataLoader(TensorDataset(x, y), batch_size=128)."
+        )
+    device = device_of(model)
+    for index, batch in enumerate(_bar(loader, progress, what)):
+        found = split(batch, keys, index, model)
+        if found.y.shape[:1] != (0,):
+            if found.inputs.tensors() and all(t.shape[:1] == (0,) for t in found.inputs.tensors()):
+                raise InputError(f"batch {index}: {len(found.y)} labels for 0 inputs.")
+            yield _read_in(found, device)
+
+
+def _read_in(batch: Batch, device: torch.device) -> Batch:
+    """Move a batch to the network's device and copy its labels.
+
+    Moments, metrics and scores keep labels and weights longer than the batch exists, and a loader may refill its
+    tensors. They are small, so we always copy them. Inputs are copied by whoever keeps them.
+    """
+    given = {key: value.to(device, copy=True) for key, value in batch.given.items()}
+    return replace(batch, inputs=batch.inputs.to(device), y=batch.y.to(device, copy=True), given=given)
+
+
+def prediction_batches(
+    x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool, what: str = "batch"
+) -> Iterator[tuple[str, Inputs]]:
+    """Yield the inputs in `x`, which is one batch or a loader.
+
+    The batches of a loader may be `x`, `(x,)`, `(x, y)`, `(x, y, weights)` or mappings. Each comes with its name for
+    error messages: `what` and its number, or nothing if `x` is not a loader.
+    """
+    if isinstance(x, (Tensor, Mapping, tuple)):
+        yield "", Inputs(x, kwargs, keys)
+        return
+    if not isinstance(x, Iterable) or hasattr(x, "__array__"):
+        raise InputError(
+            f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed."
+        )
+    for index, batch in enumerate(_bar(x, progress, "predict")):
+        one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given)
+        yield f"{what} {index}", Inputs(batch[0] if one else batch, kwargs, keys)
+
+
+def _bar(loader: Iterable[Any], progress: bool, what: str) -> Iterable[Any]:
+    total = length_hint(loader, 0) or None  # a loader over an iterable dataset has a len() that fails
+    return tqdm(loader, desc=what, total=total, disable=not progress, unit="batch", leave=False)
+
+
+def described(x: Any, kwargs: Mapping[str, Any]) -> str:
+    """Describe in words what a network was called with."""
+    if isinstance(x, Tensor):
+        text = f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    elif isinstance(x, Mapping):
+        text = "a mapping of " + ", ".join(f"{k}: {described(v, {})}" for k, v in list(x.items())[:4])
+    elif isinstance(x, (tuple, list)):
+        text = f"{len(x)} inputs, the first {described(x[0], {})}" if len(x) else "no input"
+    else:
+        text = f"a {type(x).__module__}.{type(x).__name__} (a tensor is needed: torch.as_tensor)"
+    return text + (f" and keywords {sorted(kwargs)}" if kwargs else "")
+
+
+def logits(output: Any) -> Tensor:
+    """Return the tensor of outputs in what a network returned: itself, `.logits`, `['logits']` or a tuple of one."""
+    found = output
+    if isinstance(found, Mapping):
+        found = found.get("logits", found)
+    elif not isinstance(found, Tensor):
+        found = getattr(found, "logits", found)
+    if isinstance(found, (tuple, list)) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, Tensor):
+        keys = f" with keys {sorted(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise ModelError(
+            f"the network returned a {type(output).__name__}{keys}. Needed: a tensor, or an object or mapping with "
+            "`logits`. Wrap the network in a module that returns the tensor."
+        )
+    if found.is_complex():
+        raise ModelError(
+            f"the network's outputs are complex ({found.dtype}); likelihoods need real outputs. Return the real and "
+            "imaginary parts as outputs of their own: torch.view_as_real(f).flatten(-2)."
+        )
+    return found
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the network's first parameter or buffer."""
+    for tensor in _state(model):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _state(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> bool:
+    """Whether `forward` takes the mapping's entries by name.
+
+    It does if it names the main input's key, or if the mapping holds all arguments that it requires.
+    """
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in parameters if p.default is p.empty and p.name in names}
+    if keys.x in names:
+        return True
+    return required <= set(mapping) and bool(names & set(mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def _reads_mask(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> bool:
+    """Whether the network reads a mapping's mask: it takes `mask`, any keyword, or the whole mapping."""
+    parameters = inspect.signature(model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return anything or MASK in parameters or not _takes_keywords(model, mapping, keys)

@@ -1,0 +1,229 @@
+"""What earlier tasks leave: a prior N(mu, (H + diag(delta))^-1) with their curvature H and their weights mu.
+
+H is the sum of s_t H_t over the tasks, each s_t = c(sigma_t) / T_t as it was; Kronecker factors are added, as in the
+paper. delta stays apart and can be tuned: the evidence of the next task given the earlier ones is
+
+    log p(D_t given theta) / T - 1/2 [ (theta - mu)^T (H + D) (theta - mu) + log det(s H_t + H + D) - log det(H + D) ]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace.errors import InputError, OptionError, UnsupportedError
+from laplace.linalg.autocast import plain
+from laplace.network.replica import plain_name, unwrap
+from laplace.posterior.posterior import Fit, Posterior, added
+from laplace.priors.base import Data, Prior
+from laplace.priors.gaussian import GaussianPrior
+from laplace.structures import Curvature, Gaussian, adding
+from laplace.weights.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from laplace.structures.base import Traces
+
+
+class Earlier:
+    """The curvature of earlier tasks, and of these with one more: factorised once for all deltas."""
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit  # its sums have their scale in them, its mean is mu
+        self._last: tuple[Fit, float, Curvature] | None = None
+
+    def with_task(self, task: Fit, scale: Tensor) -> Curvature:
+        """H + s H_t. Its graph, where s has one, goes through eigenvectors: log-determinants are safe."""
+        if scale.requires_grad and torch.is_grad_enabled():
+            return self._joined(task, scale)
+        last = self._last  # another thread may set it
+        if last is None or last[0] is not task or last[1] != float(scale):
+            with torch.no_grad():
+                last = self._last = (task, float(scale), self._joined(task, scale))
+        return last[2]
+
+    def _joined(self, task: Fit, scale: Tensor) -> Curvature:
+        sums = added(self.fit.sums, task.structure.scaled(task.sums, scale))
+        return task.structure.curvature(sums, task.layout, task.mean.dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class CurvedPrior(GaussianPrior):
+    """`la.as_prior()`: pass it to the next task's `Laplace(..., prior=)` or `marglik_training(..., prior=)`.
+
+    Attributes:
+        precision: delta, the part that is tuned on each task.
+        mean: the weights of the last task, (P,).
+        earlier: the curvature of all tasks so far.
+    """
+
+    earlier: Earlier
+
+    @classmethod
+    def after(cls, posterior: Posterior) -> CurvedPrior:
+        """The prior that a posterior is for the next task."""
+        fit, prior = posterior.fit, posterior.prior.detached()
+        if not isinstance(prior, GaussianPrior):
+            raise UnsupportedError(
+                f"as_prior() keeps the prior precision apart from the curvature, so that the next task can tune it; "
+                f"{prior} has none that stays the same. Take prior_precision=, a Gaussian prior, on the first task."
+            )
+        if not fit.structure.adds:
+            raise UnsupportedError(
+                f"what {fit.structure.name!r} keeps depends on all data, and a further task's cannot be added to it. "
+                f"Take hessian_structure={adding()}."
+            )
+        sums = fit.structure.scaled(fit.sums, posterior.scale.detach())
+        n_data = fit.n_data
+        if isinstance(prior, CurvedPrior):
+            sums, n_data = added(prior.earlier.fit.sums, sums), n_data + prior.n_data
+        return cls(prior.precision, fit.mean, Earlier(replace(fit, sums=sums, data={}, n_data=n_data)))
+
+    @property
+    def layout(self) -> Layout:
+        """Of the weights that it is over."""
+        return self.earlier.fit.layout
+
+    @property
+    def n_data(self) -> int:
+        """Number of examples in all earlier tasks."""
+        return self.earlier.fit.n_data
+
+    def log_prob(self, weights: nn.Module | Tensor, normalized: bool = True) -> Tensor:
+        """Log-density at some weights, differentiable in them.
+
+        Unnormalised it is the penalty -1/2 (theta - mu)^T (H + D) (theta - mu) of training on the next task.
+
+        Args:
+            weights: a network, or a vector (P,).
+            normalized: whether the constant is added.
+
+        Raises:
+            InputError: a network without these parameters, or another number of weights.
+        """
+        theta = weights if isinstance(weights, Tensor) else self._vector(weights)
+        if theta.shape != self.mean.shape:
+            raise InputError(
+                f"the weights have shape {tuple(theta.shape)}; the prior is over {len(self.mean)} weights."
+            )
+        out = -0.5 * self.scatter(theta, self.layout)
+        if normalized:
+            out = out + 0.5 * (self.logdet(self.layout, self.mean) - len(self.mean) * math.log(2 * math.pi))
+        return out
+
+    def check(self, layout: Layout, takes: Sequence[str] = ("diag",)) -> None:
+        if (layout.names, layout.shapes) != (self.layout.names, self.layout.shapes):
+            raise OptionError(
+                f"the earlier tasks' prior is over {_described(self.layout)}; this network has {_described(layout)}. "
+                "All tasks share the weights: a task with another number of outputs needs a head of its own, kept out "
+                "of the uncertain weights (requires_grad_(False) on it, or a network without it)."
+            )
+        super().check(layout, takes)
+
+    def with_mean(self, mean: Tensor | float) -> CurvedPrior:
+        raise OptionError("prior_mean is given by the earlier tasks: their weights. It cannot be set.")
+
+    def logdet(self, layout: Layout, like: Tensor) -> Tensor:
+        """log det(H + D)."""
+        return self._own().logdet()
+
+    def scatter(self, theta: Tensor, layout: Layout) -> Tensor:
+        """(theta - mu)^T (H + D) (theta - mu)."""
+        return self._own().quadratic(theta - self.mean.to(theta)).double()
+
+    def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
+        return self._own().traces(groups)
+
+    @property
+    def curved(self) -> bool:
+        return True
+
+    def joined(self, data: Data, scale: Tensor) -> tuple[Curvature, Tensor]:
+        assert isinstance(data, Fit)
+        return self.earlier.with_task(data, scale), torch.ones_like(scale)
+
+    def log_density(self, theta: Tensor, layout: Layout) -> Tensor:
+        return self.log_prob(theta)
+
+    def to(self, device: torch.device | str) -> CurvedPrior:
+        return replace(super().to(device), earlier=Earlier(self.earlier.fit.to(device)))
+
+    def __repr__(self) -> str:
+        layout, values = self.layout, self.precision.detach().reshape(-1)
+        delta = f"{float(values[0]):.4g}" if len(values) == 1 else f"{len(values)} values"
+        return (
+            f"CurvedPrior({self.earlier.fit.structure.described} of {layout.n_params:,} weights in {len(layout.names)} "
+            f"tensors, {self.n_data:,} examples of earlier tasks, prior precision {delta})"
+        )
+
+    def _own(self) -> Gaussian:
+        """N(0, (H + D)^-1), kept until delta changes: training asks for it at every batch."""
+        if self.precision.requires_grad and torch.is_grad_enabled():
+            return self._made()
+        kept = self.__dict__.get("_kept")
+        if kept is None or kept[0] != self.precision._version:
+            with plain(), torch.no_grad():
+                kept = (self.precision._version, self._made())
+            object.__setattr__(self, "_kept", kept)
+        return kept[1]
+
+    def _made(self) -> Gaussian:
+        one = torch.ones((), dtype=self.mean.dtype, device=self.mean.device)
+        return self.earlier.fit.curvature.gaussian(one, self.blocks(self.layout, self.mean))
+
+    def _vector(self, model: nn.Module) -> Tensor:
+        return vector_of(model, self.layout)
+
+
+def vector_of(model: nn.Module, layout: Layout) -> Tensor:  # (P,)
+    """The weights of a network as one vector, with their graph."""
+    parameters = {plain_name(name): p for name, p in unwrap(model).named_parameters()}
+    wrong = [name for name in layout.names if name not in parameters]
+    if wrong:
+        raise InputError(f"the network has no parameter {wrong[0]!r}; needed: {', '.join(layout.names)}.")
+    vector = layout.join([parameters[name] for name in layout.names])
+    return vector.to(torch.promote_types(vector.dtype, torch.float32))
+
+
+def prior_of(prior: Any, precision: float | Tensor, mean: float | Tensor, structure: str) -> Prior:
+    """The prior that a `Laplace` starts with: a Gaussian, the user's, or that of earlier tasks of one `structure`."""
+    if prior is None:
+        return GaussianPrior.of(precision, mean)
+    if isinstance(prior, type) and issubclass(prior, Prior):
+        raise OptionError(f"prior={prior.__name__} is a class; give an object: {prior.__name__}(...).")
+    if not isinstance(prior, Prior):
+        raise OptionError(
+            f"prior is a {type(prior).__name__}; it is one of laplace.priors, as StudentT(df=4, scale=0.1), or what "
+            "la.as_prior() of an earlier task gives."
+        )
+    gaussian = isinstance(prior, GaussianPrior)
+    own = (prior.precision, prior.mean) if gaussian else (torch.ones(()), torch.zeros(()))
+    if not (_same(precision, own[0], 1.0) and _same(mean, own[1], 0.0)):
+        raise OptionError(
+            "prior= has a precision and a mean of its own; leave prior_precision (prior_prec_init) and prior_mean out."
+        )
+    if not isinstance(prior, CurvedPrior):
+        return GaussianPrior.of(prior.precision, prior.mean) if gaussian else prior
+    before = prior.earlier.fit.structure.described
+    if structure != before:
+        raise OptionError(
+            f"hessian_structure={structure!r}: the earlier tasks' prior is {before!r}, and only the same kind adds."
+        )
+    return prior
+
+
+def _same(given: float | Tensor, own: Tensor, usual: float) -> bool:
+    """Whether a value was left out, or says what the prior says itself."""
+    if not isinstance(given, Tensor):
+        return given == usual or (own.numel() == 1 and given == float(own))
+    return given is own or (given.shape == own.shape and torch.equal(given.to(own), own))
+
+
+def _described(layout: Layout) -> str:
+    pairs = [f"{name} {shape}" for name, shape in zip(layout.names, layout.shapes, strict=True)]
+    return ", ".join(pairs if len(pairs) <= 4 else [*pairs[:2], "...", *pairs[-2:]])

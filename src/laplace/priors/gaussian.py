@@ -1,0 +1,167 @@
+"""The prior N(mu0, diag(delta)^-1): a scalar or per-weight mean, a scalar, per-tensor or per-weight precision.
+
+What earlier tasks leave is such a prior with a curvature of its own: `posterior/task_prior.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laplace.checks import positive, real
+from laplace.errors import OptionError
+from laplace.linalg.symmetric import Clipped
+from laplace.priors.base import Prior, require_known, shown_values
+from laplace.structures import per_weight
+from laplace.weights.layout import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from laplace.structures.base import Traces
+
+
+@dataclass(frozen=True, repr=False)
+class GaussianPrior(Prior):
+    """Independent Gaussian weights: the prior of `prior_precision=` and `prior_mean=`, as an object.
+
+    Attributes:
+        precision: one for all weights, () or (1,); one per tensor, (B,); or one per weight, (P,).
+        mean: one for all weights, (); or one per weight, (P,).
+    """
+
+    precision: Tensor
+    mean: Tensor
+
+    name = "gaussian"
+    quadratic = True
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.precision, Tensor) and isinstance(self.mean, Tensor)):
+            made = GaussianPrior.of(self.precision, self.mean)
+            object.__setattr__(self, "precision", made.precision)
+            object.__setattr__(self, "mean", made.mean)
+
+    @classmethod
+    def of(cls, precision: Tensor | float, mean: Tensor | float = 0.0) -> GaussianPrior:
+        """A checked prior from numbers or tensors; lengths are checked once the layout is known."""
+        precision = own(positive(precision, "prior_precision"))
+        mean = own(real(mean, "prior_mean"))
+        if precision.dim() > 1 or mean.dim() > 1:
+            raise OptionError(
+                f"prior_precision has shape {tuple(precision.shape)} and prior_mean {tuple(mean.shape)}; "
+                "each is a scalar or a vector."
+            )
+        return cls(precision, mean)
+
+    def with_precision(self, precision: Tensor | float) -> Self:
+        """The same prior with another delta."""
+        return replace(self, precision=GaussianPrior.of(precision, 0.0).precision)
+
+    def with_mean(self, mean: Tensor | float) -> Self:
+        """The same prior around another mean."""
+        return replace(self, mean=GaussianPrior.of(1.0, mean).mean)
+
+    @property
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return {"precision": self.precision}
+
+    def with_hyperparameters(self, **values: Tensor | float) -> Self:
+        require_known(self, list(values))
+        return self.with_precision(values["precision"]) if values else self
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.precision, self.mean
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, precision=change(self.precision), mean=change(self.mean))
+
+    def check(self, layout: Layout, takes: Sequence[str] = ("diag",)) -> None:
+        blocks, weights = len(layout.names), layout.n_params
+        if self.precision.numel() not in (1, blocks, weights):
+            raise OptionError(
+                f"prior_precision has {self.precision.numel()} values; allowed are 1, {blocks} (one per parameter "
+                f"tensor: {', '.join(layout.names)}) or {weights} (one per weight)."
+            )
+        if "diag" not in takes and self.precision.numel() not in (1, blocks):
+            raise OptionError(
+                f"a prior precision per weight ({weights} values) has no Kronecker form and none in a kernel. Give a "
+                f"scalar, or {blocks} values (one per parameter tensor), or take "
+                f"hessian_structure={per_weight()}."
+            )
+        if self.mean.numel() not in (1, weights):
+            raise OptionError(
+                f"prior_mean has {self.mean.numel()} values; allowed are 1 or {weights} (one per weight)."
+            )
+
+    def blocks(self, layout: Layout, like: Tensor) -> list[Tensor]:
+        """The precision of each block: the same scalar for all, a scalar each, or a vector each."""
+        self.check(layout)
+        precision = self.precision.to(like)
+        if not (precision.isfinite() & (precision >= torch.finfo(like.dtype).tiny)).all():
+            raise OptionError(
+                f"the prior precision is out of range in {like.dtype}: it or the variance becomes 0 or "
+                "infinite there. Take values nearer 1, or model.double()."
+            )
+        if precision.numel() == 1:
+            return [precision.reshape(())] * len(layout.names)
+        if precision.numel() == len(layout.names):
+            return list(precision.unbind())
+        return layout.split(precision)
+
+    def precision_at(self, theta: Tensor, layout: Layout) -> tuple[list[Tensor], Clipped]:
+        return self.blocks(layout, theta), Clipped()
+
+    def log_density(self, theta: Tensor, layout: Layout) -> Tensor:
+        constant = layout.n_params * math.log(2 * math.pi)
+        return -0.5 * (self.scatter(theta, layout) - self.logdet(layout, theta) + constant)
+
+    def penalty(self, theta: Tensor, layout: Layout) -> Tensor:
+        return 0.5 * self.scatter(theta, layout)
+
+    def logdet(self, layout: Layout, like: Tensor) -> Tensor:
+        """log det of the prior precision."""
+        pairs = zip(self.blocks(layout, like), layout.sizes, strict=True)
+        return torch.stack([d.double().log().sum() * (size / d.numel()) for d, size in pairs]).sum()
+
+    def scatter(self, theta: Tensor, layout: Layout) -> Tensor:  # theta: (P,)
+        """(theta - mu0)^T diag(delta) (theta - mu0)."""
+        offset = (theta - self.mean.to(theta)).double().square()
+        pairs = zip(layout.split(offset), self.blocks(layout, theta), strict=True)
+        return torch.stack([(q * d.double()).sum() for q, d in pairs]).sum()
+
+    def distances(self, theta: Tensor, layout: Layout, groups: str) -> Tensor:  # (G,)
+        """|theta_g - mu_g|^2 of each group of weights, as in `Gaussian.traces`."""
+        return in_groups((theta - self.mean.to(theta)).double().square(), layout, groups)
+
+    def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
+        """Those of the prior's own Gaussian, as `Gaussian.traces`."""
+        variances = self.diagonal(layout, like).double().reciprocal()
+        return in_groups(variances, layout, groups), in_groups(variances.square(), layout, groups)
+
+    def state(self, layout: Layout) -> dict[str, Any]:
+        return super().state(layout) | {"mean": self.mean.detach().clone()}
+
+    def __repr__(self) -> str:
+        return f"GaussianPrior(precision={shown_values(self.precision)}, mean={shown_values(self.mean)})"
+
+
+def in_groups(values: Tensor, layout: Layout, groups: str) -> Tensor:  # (P,) -> (G,)
+    """Sums over groups: 'scalar' (all weights), 'layerwise' (a tensor each) or 'diag' (a weight each)."""
+    if groups == "diag":
+        return values
+    return torch.stack([part.sum() for part in (layout.split(values) if groups == "layerwise" else [values])])
+
+
+def own(tensor: Tensor) -> Tensor:
+    """A copy that the user cannot write to; the tensor itself where it requires grad."""
+    if tensor.requires_grad:
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.detach().clone()

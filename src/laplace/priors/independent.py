@@ -1,0 +1,184 @@
+"""Priors under which the weights are independent: log p(theta) is a sum over the weights, and D a diagonal."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from laplace.checks import positive, real
+from laplace.errors import OptionError
+from laplace.linalg.bessel import log_k1
+from laplace.linalg.symmetric import Clipped
+from laplace.priors.base import Prior, clipped_values, require_form, require_known
+from laplace.priors.gaussian import own
+from laplace.weights.layout import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Independent(Prior):
+    """A density of one weight, with hyperparameters for all weights or for each tensor, around a mean."""
+
+    def __init__(self, hyperparameters: Mapping[str, Tensor | float], mean: Tensor | float) -> None:
+        self._values = {name: _checked(value, name) for name, value in hyperparameters.items()}
+        self.mean = _centre(mean)
+
+    @abstractmethod
+    def log_each(self, u: Tensor, **values: Tensor) -> Tensor:  # (p,) -> (p,)
+        """Return log p of each weight, u away from the mean."""
+
+    @abstractmethod
+    def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:  # (p,) -> (p,)
+        """Return -d2 log p / du2 of each weight."""
+
+    @property
+    def hyperparameters(self) -> dict[str, Tensor]:
+        return dict(self._values)
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        return ("scale",)
+
+    def with_hyperparameters(self, **values: Tensor | float) -> Self:
+        require_known(self, list(values))
+        return self._with(self._values | {name: _checked(value, name) for name, value in values.items()}, self.mean)
+
+    def with_mean(self, mean: Tensor | float) -> Self:
+        return self._with(self._values, _centre(mean))
+
+    def grouped(self, names: Sequence[str], groups: str, layout: Layout) -> Self:
+        if groups != "layerwise":
+            return self
+        each = {name: self._values[name].reshape(-1).expand(len(layout.names)) for name in names}
+        return self._with(self._values | each, self.mean)
+
+    def log_density(self, theta: Tensor, layout: Layout) -> Tensor:
+        return torch.stack([self.log_each(u, **values).sum() for u, values in self._parts(theta, layout)]).sum()
+
+    def precision_at(self, theta: Tensor, layout: Layout) -> tuple[list[Tensor], Clipped]:
+        pairs = [clipped_values(self.bend_each(u, **values)) for u, values in self._parts(theta, layout)]
+        return [d.to(theta.dtype) for d, _ in pairs], sum((clipped for _, clipped in pairs), Clipped())
+
+    def check(self, layout: Layout, takes: Sequence[str] = ("diag",)) -> None:
+        blocks, weights = len(layout.names), layout.n_params
+        for name, value in self._values.items():
+            if value.numel() not in (1, blocks):
+                raise OptionError(
+                    f"{name} of {type(self).__name__} has {value.numel()} values; allowed are 1 or {blocks} (one per "
+                    f"parameter tensor: {', '.join(layout.names)})."
+                )
+        if self.mean.numel() not in (1, weights):
+            raise OptionError(
+                f"mean of {type(self).__name__} has {self.mean.numel()} values; allowed are 1 or {weights} (one per "
+                "weight)."
+            )
+        self.require_structure(takes)
+
+    def require_structure(self, takes: Sequence[str]) -> None:
+        require_form(self, "diag", takes)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self._values.values(), self.mean)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return self._with({name: change(value) for name, value in self._values.items()}, change(self.mean))
+
+    def state(self, layout: Layout) -> dict[str, Any]:
+        return super().state(layout) | {"mean": self.mean.detach().clone()}
+
+    def _with(self, values: dict[str, Tensor], mean: Tensor) -> Self:
+        other = copy.copy(self)
+        other._values, other.mean = values, mean
+        return other
+
+    def _parts(self, theta: Tensor, layout: Layout) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """The distances of each tensor's weights from the mean, in float64, and its hyperparameters."""
+        values = {name: value.to(theta.device, torch.float64).reshape(-1) for name, value in self._values.items()}
+        offset = theta.double() - self.mean.to(theta.device, torch.float64)
+        for number, u in enumerate(layout.split(offset)):
+            yield u, {name: value[number if len(value) > 1 else 0] for name, value in values.items()}
+
+
+class StudentT(Independent):
+    """Independent Student-t weights: like a Gaussian near the mean, with tails that let some weights be large.
+
+    log p(w) = -(df + 1)/2 log(1 + u^2 / (df scale^2)) + const, u = w - mean. In the tails, |u| > sqrt(df) scale, its
+    curvature is negative and is set to zero. `la.tune()` sets the scale; name 'df' to tune it too.
+
+    Args:
+        df: degrees of freedom, one number or one per parameter tensor; large ones make a Gaussian.
+        scale: of the weights, one number or one per parameter tensor.
+        mean: one number, or one per weight.
+
+    Raises:
+        OptionError: a value that is not positive.
+    """
+
+    name = "student_t"
+
+    def __init__(self, df: Tensor | float = 4.0, scale: Tensor | float = 1.0, mean: Tensor | float = 0.0) -> None:
+        super().__init__({"df": df, "scale": scale}, mean)
+
+    def log_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        df, scale = values["df"], values["scale"]
+        norm = torch.lgamma((df + 1) / 2) - torch.lgamma(df / 2) - 0.5 * (math.pi * df).log() - scale.log()
+        return norm - (df + 1) / 2 * (u.square() / (df * scale.square())).log1p()
+
+    def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        width = values["df"] * values["scale"].square()
+        return (values["df"] + 1) * (width - u.square()) / (width + u.square()).square()
+
+
+class SmoothedLaplace(Independent):
+    """Independent weights with a Laplace density that is smooth at the mean: most weights near it, some far away.
+
+    log p(w) = -sqrt(u^2 + smoothing^2) / scale - log Z, u = w - mean, Z = 2 smoothing K_1(smoothing / scale) with the
+    Bessel function K_1. Its curvature, smoothing^2 / (scale (u^2 + smoothing^2)^(3/2)), is positive everywhere.
+    `la.tune()` sets the scale; name 'smoothing' to tune it too.
+
+    Args:
+        scale: of the tails, one number or one per parameter tensor.
+        smoothing: the width within which it is smooth, one number or one per parameter tensor.
+        mean: one number, or one per weight.
+
+    Raises:
+        OptionError: a value that is not positive.
+    """
+
+    name = "smoothed_laplace"
+
+    def __init__(
+        self, scale: Tensor | float = 1.0, smoothing: Tensor | float = 0.01, mean: Tensor | float = 0.0
+    ) -> None:
+        super().__init__({"scale": scale, "smoothing": smoothing}, mean)
+
+    def log_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        scale, smoothing = values["scale"], values["smoothing"]
+        norm = math.log(2) + smoothing.log() + log_k1(smoothing / scale)
+        return -(u.square() + smoothing.square()).sqrt() / scale - norm
+
+    def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        square = values["smoothing"].square()
+        return square / (values["scale"] * (u.square() + square) ** 1.5)
+
+
+def _checked(value: Tensor | float, name: str) -> Tensor:
+    tensor = own(positive(value, name))
+    if tensor.dim() > 1:
+        raise OptionError(f"{name} has shape {tuple(tensor.shape)}; it is one number, or a vector with one per tensor.")
+    return tensor
+
+
+def _centre(mean: Tensor | float) -> Tensor:
+    tensor = own(real(mean, "mean"))
+    if tensor.dim() > 1:
+        raise OptionError(f"mean has shape {tuple(tensor.shape)}; it is one number, or a vector with one per weight.")
+    return tensor

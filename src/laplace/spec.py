@@ -1,0 +1,323 @@
+"""Turn strings and objects into the parts that they stand for, once. Nothing inside sees a name.
+
+    Laplace(model, "classification", "last_layer", "kron", damping="balanced")
+    Laplace(model, Categorical(), LastLayer(), Kron(damping="balanced"))
+
+mean the same. laplace-torch's names are accepted here too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, Final, ParamSpec, TypedDict, TypeVar
+
+from torch import Tensor, nn
+
+from laplace.budget import Budget
+from laplace.checks import choice, shown, unchanged, whole_number
+from laplace.curvature import CURVATURES, GGN, Drawn, Estimator
+from laplace.errors import OptionError, UnsupportedError
+from laplace.likelihoods import Likelihood, likelihood_named
+from laplace.network.batches import Keys
+from laplace.predictive.positions import class_dim_of
+from laplace.priors.gaussian import Prior
+from laplace.structures import STRUCTURES, Structure
+from laplace.structures.functional import FUNCTIONAL
+from laplace.structures.kron import SHARINGS
+from laplace.weights import Choice, Layout, Subset, subset_named
+
+STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # what they are when the user does not give them
+    "damping": False,
+    "weight_sharing": "expand",
+    "rank": None,
+    "tol": None,
+    "n_subset": None,
+    "seed": 0,
+    "independent_outputs": False,
+    "functional_approximation": "sod",
+}
+_BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TrainingOptions(TypedDict, total=False):
+    """Further keywords of `Laplace` that `marglik_training` passes on; their meaning is described there."""
+
+    curvature_samples: int
+    prior_mean: float | Tensor
+    last_layer_name: str | None
+    feature_reduction: str | None
+    subnetwork_indices: Tensor | None
+    damping: bool | str
+    weight_sharing: str
+    rank: int | float | None
+    tol: float | None
+    n_subset: int | None
+    seed: int
+    independent_outputs: bool
+    functional_approximation: str
+    memory_budget: int | None
+    class_dim: int | None
+    backend_kwargs: Mapping[str, Any] | None
+
+
+class PlanOptions(TrainingOptions, total=False):
+    """Further keywords of `Laplace` that `laplace.plan` takes, so that a call can be made with the same ones."""
+
+    sigma_noise: float | Tensor
+    prior_precision: float | Tensor
+    prior: Prior | None
+    temperature: float
+    enable_backprop: bool
+    dict_key_x: str
+    dict_key_y: str
+    backend: Any
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The parts that a Laplace approximation is made of.
+
+    Attributes:
+        likelihood: p(y given f).
+        weights: which weights are uncertain.
+        structure: what is kept of the curvature.
+        curvature: how the curvature is estimated; None leaves the choice to `fit`.
+        keys: where a batch that is a mapping has its inputs and labels.
+        class_dim: which dimension of the outputs has the classes.
+        budget: how much memory may be taken.
+    """
+
+    likelihood: Likelihood
+    weights: Subset
+    structure: Structure
+    curvature: Estimator | None
+    keys: Keys
+    class_dim: int | None
+    budget: Budget
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        likelihood: Likelihood | str,
+        subset_of_weights: Any,
+        hessian_structure: Structure | str,
+        *,
+        curvature: Estimator | str | None,
+        curvature_samples: int,
+        last_layer_name: str | None,
+        feature_reduction: str | None,
+        subnetwork_indices: Any,
+        structure_options: Mapping[str, Any],
+        dict_key_x: str,
+        dict_key_y: str,
+        class_dim: int | None,
+        memory_budget: int | None,
+        backend: Any,
+        backend_kwargs: Mapping[str, Any] | None,
+    ) -> Spec:
+        """Make the parts from what the user wrote; refuse what does not exist or does not go together."""
+        own = likelihood_named(likelihood)
+        weights = subset_named(subset_of_weights, subnetwork_indices, last_layer_name, feature_reduction, model)
+        estimator = estimator_named(curvature, curvature_samples, backend, backend_kwargs)
+        dimension = class_dim_of(class_dim)
+        exact = estimator is not None and estimator.exact_hessian
+        structure = structure_named(hessian_structure, structure_options, exact and weights.label != "last_layer")
+        if exact and weights.label == "last_layer" and not own.hessian_is_fisher:
+            raise UnsupportedError(
+                f"the exact Hessian of a last layer with {own.name!r} depends on the labels and may be "
+                "indefinite. Take curvature='ggn', or subset_of_weights= the last layer's name, whose Hessian is exact."
+            )
+        if isinstance(weights, Choice):
+            require_served(structure, weights.select(model).layout)
+        structure.budget = Budget(memory_budget)
+        keys = Keys(dict_key_x, dict_key_y, own.further, own.pairs)
+        return cls(own, weights, structure, estimator, keys, dimension, structure.budget)
+
+    @property
+    def estimator(self) -> Estimator:
+        """The curvature that was asked for; the exact GGN where none was."""
+        return GGN() if self.curvature is None else self.curvature
+
+    def described(self, curvature: str) -> dict[str, Any]:
+        """What must be equal for two posteriors to be of one kind, given the curvature that was taken."""
+        return {
+            "likelihood": self.likelihood.described,
+            "structure": self.structure.described,
+            "curvature": curvature,
+            "subset_of_weights": self.weights.label,
+            "class_dim": self.class_dim,
+        }
+
+
+def structure_named(value: Structure | str, options: Mapping[str, Any], exact_hessian: bool = False) -> Structure:
+    """Return the structure itself, or the one of that name with its own options.
+
+    Args:
+        value: a structure, or its name.
+        options: of `STRUCTURE_OPTIONS`; those of other structures must be left alone.
+        exact_hessian: whether it has to hold a matrix that may be indefinite.
+
+    Raises:
+        OptionError: the name is unknown, or an option belongs to another structure.
+        UnsupportedError: the structure has no form for an exact Hessian.
+    """
+    structure = copy.copy(value) if isinstance(value, Structure) else _made(value, options)
+    if isinstance(value, Structure):
+        _require_said_by(value, options)
+    if exact_hessian:
+        if not structure.exact_hessian:
+            able = " or ".join(repr(other) for other, s in STRUCTURES.items() if s.exact_hessian)
+            raise UnsupportedError(
+                f"the exact Hessian has no form as {structure.name!r}. Take hessian_structure={able}."
+            )
+        structure.semidefinite = False
+    return structure
+
+
+def _require_said_by(structure: Structure, options: Mapping[str, Any]) -> None:
+    """Refuse keywords that say something else than the object that they are given beside."""
+    kind, own = type(structure).__name__, structure.options
+    for key, given in options.items():
+        if unchanged(given, STRUCTURE_OPTIONS[key]) or (key in own and given == getattr(structure, key)):
+            continue
+        write = f"Write hessian_structure={kind}({key}={shown(given)})."
+        if key not in own:
+            write = f"{kind} has no such option; " + (f"its own: {', '.join(own)}." if own else "it has none.")
+        raise OptionError(f"{key}={shown(given)} beside hessian_structure={shown(structure)}, an object. {write}")
+
+
+def _made(value: Any, options: Mapping[str, Any]) -> Structure:
+    if isinstance(value, type) and issubclass(value, Structure):
+        raise OptionError(f"hessian_structure={value.__name__} is a class; give an object: {value.__name__}().")
+    name = choice(value, [*STRUCTURES, "gp"], "hessian_structure")
+    choice(options["weight_sharing"], SHARINGS, "weight_sharing")
+    approximation = options["functional_approximation"]
+    made = _functional_named(approximation) if name == "gp" else STRUCTURES[name]
+    if name != "gp" and not unchanged(approximation, "sod"):
+        raise OptionError(f"functional_approximation={shown(approximation)} belongs to hessian_structure='gp'.")
+    for key, given in options.items():
+        if key == "functional_approximation" or key in made.options or unchanged(given, STRUCTURE_OPTIONS[key]):
+            continue
+        owners = [repr(other) for other, s in STRUCTURES.items() if key in s.options]
+        owners += [_of_gp(kind) for kind, s in FUNCTIONAL.items() if key in s.options]
+        this = next((_of_gp(kind) for kind, s in FUNCTIONAL.items() if s is made), repr(made.name))
+        raise OptionError(
+            f"{key}={shown(given)} belongs to hessian_structure={' or '.join(owners)}; {this} has no such option."
+        )
+    return made(**{key: options[key] for key in made.options})
+
+
+def _of_gp(approximation: str) -> str:
+    return f"'gp' with functional_approximation={approximation!r}"
+
+
+def _functional_named(approximation: Any) -> type[Structure]:
+    """How a posterior over functions is approximated."""
+    if str(getattr(approximation, "value", approximation)) == "variational":
+        raise UnsupportedError(
+            "functional_approximation='variational' trains inducing points; these approximations are read off a "
+            "trained network. Take 'sod' (a subset of the data) or 'nystrom' (all data in a few directions)."
+        )
+    return FUNCTIONAL[choice(approximation, FUNCTIONAL, "functional_approximation")]
+
+
+def require_served(structure: Structure, layout: Layout) -> None:
+    """Refuse a structure that needs whole tensors for weights that are scattered over some."""
+    if structure.scattered or not layout.scattered:
+        return
+    parts = [name for name, part in zip(layout.names, layout.parts, strict=True) if part is not None]
+    able = ", ".join(repr(other) for other, s in STRUCTURES.items() if s.scattered)
+    raise UnsupportedError(
+        f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices take only some weights of "
+        f"{len(parts)} of them ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
+        f"one of {able}, or all weights of each tensor."
+    )
+
+
+def estimator_named(
+    curvature: Estimator | str | None, samples: int, backend: Any, backend_kwargs: Mapping[str, Any] | None
+) -> Estimator | None:
+    """Return the estimator of that name, or of a backend class of laplace-torch; None if nobody said which.
+
+    Raises:
+        OptionError: the name is unknown, or the number of samples belongs to another curvature.
+    """
+    if isinstance(curvature, type) and issubclass(curvature, Estimator):
+        raise OptionError(f"curvature={curvature.__name__} is a class; give an object: {curvature.__name__}().")
+    number = whole_number(samples, "curvature_samples")
+    if isinstance(curvature, Estimator):
+        if number not in (1, curvature.vectors) or backend is not None:
+            raise OptionError(
+                f"curvature={curvature!r} says all: leave out curvature_samples= and backend=, or write "
+                "Sketch(samples=...)."
+            )
+        return curvature
+    name = _of_backend(curvature, backend, backend_kwargs)
+    if name is None:
+        if number != 1:
+            raise OptionError(f"curvature_samples={number} is for curvature='mc' and 'sketch'; 'ggn' draws nothing.")
+        return None
+    made = CURVATURES[choice(name, CURVATURES, "curvature")]
+    if issubclass(made, Drawn):
+        return made(number)
+    if number != 1:
+        raise OptionError(
+            f"curvature_samples={number} is for curvature='mc' and 'sketch'; {made.name!r} draws nothing."
+        )
+    return made()
+
+
+def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> Any:
+    """The curvature that a backend class of laplace-torch stands for, where one is given."""
+    if backend is None:
+        if backend_kwargs is not None and (not isinstance(backend_kwargs, Mapping) or backend_kwargs):
+            raise OptionError("backend_kwargs goes with backend; here curvature= and curvature_samples= say it.")
+        return name
+    label = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
+    meant = next((kind for end, kind in _BACKENDS.items() if label.endswith(end)), None)
+    if meant == "ggn" and isinstance(backend_kwargs, Mapping) and backend_kwargs.get("stochastic"):
+        meant = "mc"
+    if meant is None or (name is not None and str(name) != meant):
+        kinds = ", ".join(map(repr, CURVATURES))
+        raise OptionError(f"backend={label} does not say which curvature. Write curvature= one of {kinds}.")
+    return meant
+
+
+def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Turn a keyword that a function does not have into an OptionError with the nearest one.
+
+    Type checkers see the function's own signature, so that they find the typo as well. Where that ends with
+    `**options: Unpack[...]`, the keys of that TypedDict are known, too.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    known |= {key for p in parameters if p.kind is p.VAR_KEYWORD for key in _unpacked(str(p.annotation))}
+    owner = function.__qualname__.removesuffix(".__init__").split(".")[0]
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                options = sorted(known - {"self"})
+                longer = [option for option in options if option.startswith(f"{name}_")]
+                near = longer or get_close_matches(name, options, 1, 0.6)
+                hint = f" Did you mean {near[0]!r}?" if near else f" See help({owner})."
+                raise OptionError(f"{owner} has no option {name!r}.{hint}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _unpacked(annotation: str) -> Iterable[str]:
+    """Return the keys of the TypedDict in `Unpack[...]`."""
+    kinds = {made.__name__: made for made in (TrainingOptions, PlanOptions)}
+    return kinds[annotation.removeprefix("Unpack[").removesuffix("]")].__annotations__

@@ -1,0 +1,13 @@
+"""Posteriors over functions: the linearised network as a Gaussian process, and its Nystrom approximation."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from laplace.structures.functional.gp import GP
+from laplace.structures.functional.nystrom import Nystrom
+from laplace.structures.functional.structure import Functional
+
+FUNCTIONAL: Final[dict[str, type[Functional]]] = {"sod": GP, "nystrom": Nystrom}
+
+__all__ = ["FUNCTIONAL", "GP", "Functional", "Nystrom"]

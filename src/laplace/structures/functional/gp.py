@@ -1,0 +1,261 @@
+"""The linearised network as a Gaussian process on M of N points, exact where these are all of them.
+
+With the rows G = J^T v of the vectors v behind Lambda (sum of v v^T = Lambda, times N/M) and a prior precision delta_b
+of each tensor, K = sum over b of G_b G_b^T / delta_b, and the posterior covariance of outputs is
+
+    K** - K*x (1/s + K)^-1 Kx*,    log det(s H + D) - log det D = log det(1 + s K),
+
+which holds for a singular Lambda, and with covariances between outputs. `independent_outputs` makes each output a
+Gaussian process of its own, from the diagonal of Lambda: C matrices M x M instead of one MC x MC.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Asked, Times
+from laplace.backprop.gradients import Jacobian
+from laplace.checks import shown
+from laplace.errors import OptionError
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.symmetric import Clipped, cholesky, clip, spectrum
+from laplace.structures.base import Forms, Sums, Traces
+from laplace.structures.functional.kernel import kernels
+from laplace.structures.functional.points import FunctionJacobian
+from laplace.structures.functional.structure import Functional, FunctionCurvature, FunctionGaussian, Gradients
+from laplace.weights.layout import Layout
+
+
+class GP(Functional):
+    """Keep a subset of the data: the linearised network as a Gaussian process on these points.
+
+    Args:
+        n_subset: how many points; None is all, up to 256.
+        seed: what the points are drawn by.
+        independent_outputs: whether each output is a Gaussian process by itself.
+
+    Raises:
+        OptionError: a value is outside its range.
+    """
+
+    name = "gp"
+    options = ("n_subset", "seed", "independent_outputs")
+    keeps_points = True
+    forms = Forms(({"K": "crr"},), shared="rc")
+
+    def __init__(self, n_subset: int | None = None, seed: int = 0, independent_outputs: bool = False) -> None:
+        super().__init__(n_subset, seed)
+        if not isinstance(independent_outputs, bool):
+            raise OptionError(f"independent_outputs={shown(independent_outputs)} must be True or False.")
+        self.independent_outputs = independent_outputs
+
+    def form(self, own: Sums, whole: Sums) -> str:
+        groups, rows, _ = own["K"].shape
+        return f"kernel {rows} x {rows}" if groups == 1 else f"{groups} kernels {rows} x {rows}"
+
+    def vectors(self, curvature: OutputCurvature, repeats: float) -> Tensor:
+        alone = OutputCurvature(diagonal=curvature.squares()) if self.independent_outputs else curvature
+        return alone.root() * repeats**0.5
+
+    def bytes(self, points: int, vectors: int, layout: Layout, itemsize: int) -> int:
+        numbers = vectors * points**2 if self.independent_outputs else (vectors * points) ** 2
+        return 8 * numbers * (2 * len(layout.names) + 3)  # in float64: the blocks, their traces, a factorisation
+
+    def from_points(self, gradients: Gradients, points: int, layout: Layout) -> Sums:
+        blocks = kernels(gradients, points, self.independent_outputs)
+        return {f"{name}/K": block for name, block in zip(layout.names, blocks, strict=True)}
+
+    def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> GPCurvature:
+        return GPCurvature([sums[f"{name}/K"] for name in layout.names], layout, dtype, self.independent_outputs)
+
+
+class GPCurvature(FunctionCurvature):
+    """The kernel of each tensor at unit precision, (1, R, R), or (C, M, M) for independent outputs."""
+
+    def __init__(self, blocks: Sequence[Tensor], layout: Layout, dtype: torch.dtype, independent: bool) -> None:
+        self.blocks, self.layout, self.dtype, self.independent = blocks, layout, dtype, independent
+
+    @cached_property
+    def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
+        """Eigenvalues, not below zero, and eigenvectors of the whole kernel at unit precision."""
+        values, vectors = spectrum(torch.stack([*self.blocks]).sum(0))
+        values, clipped = clip(values, self.dtype)
+        return values, vectors, clipped
+
+    @property
+    def clipped(self) -> Clipped:
+        return self.eigh[2]
+
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> GPGaussian:
+        scale = scale.double()
+        if all(d is precision[0] for d in precision):
+            solver = Spectral(self, scale, precision[0].double().reshape(()))
+        else:
+            solver = Cholesky(self, scale, [d.double().reshape(()) for d in precision])
+        return (IndependentGaussian if self.independent else GPGaussian)(solver)
+
+
+class Solver(ABC):
+    """1 + s K, factorised."""
+
+    def __init__(self, curvature: GPCurvature, scale: Tensor) -> None:
+        self.curvature, self.scale, self.layout = curvature, scale, curvature.layout
+
+    @abstractmethod
+    def log_det_ratio(self) -> Tensor:
+        """log det(1 + s K)."""
+
+    @abstractmethod
+    def log_det_prior(self) -> Tensor:
+        """log det D."""
+
+    @abstractmethod
+    def prior(self, jacobian: FunctionJacobian, asked: Asked) -> Tensor:
+        """What is asked for of K**."""
+
+    @abstractmethod
+    def rows(self, jacobian: FunctionJacobian) -> Tensor:
+        """X with X X^T = K*x (1/s + K)^-1 Kx*, (1, N C, R), or (C, N, M) for independent outputs."""
+
+    @abstractmethod
+    def traces(self, groups: str) -> Traces:
+        """As of the weights' covariance: what the evidence's derivatives need."""
+
+    def _cross(self, jacobian: FunctionJacobian, weights: Sequence[Tensor]) -> Tensor:
+        if self.curvature.independent:
+            return jacobian.cross_each(weights)
+        return jacobian.cross(weights).flatten(0, 1).unsqueeze(0)
+
+
+class Spectral(Solver):
+    """One precision delta for all weights: the eigenbasis of the kernel serves all of them."""
+
+    def __init__(self, curvature: GPCurvature, scale: Tensor, delta: Tensor) -> None:
+        super().__init__(curvature, scale)
+        values, self.vectors, _ = curvature.eigh
+        self.delta, self.values = delta, scale * values / delta  # of s K, (G, R)
+        self._ones = [torch.ones_like(delta)] * len(self.layout.names)
+
+    def log_det_ratio(self) -> Tensor:
+        return self.values.log1p().sum()
+
+    def log_det_prior(self) -> Tensor:
+        return self.layout.n_params * self.delta.log()
+
+    def prior(self, jacobian: FunctionJacobian, asked: Asked) -> Tensor:
+        def unit() -> Tensor:
+            return jacobian.prior(asked, self._ones, self.layout.shapes)
+
+        return (unit() if isinstance(asked, Times) else jacobian.once(asked, unit)) / self.delta
+
+    def rows(self, jacobian: FunctionJacobian) -> Tensor:
+        rotated = jacobian.once("rotated", lambda: self._cross(jacobian, self._ones) @ self.vectors)
+        return rotated * ((self.scale / (1 + self.values)).sqrt() / self.delta).unsqueeze(1)
+
+    def traces(self, groups: str) -> Traces:
+        if groups != "scalar":
+            return Cholesky(self.curvature, self.scale, [self.delta] * len(self.layout.names)).traces(groups)
+        shrunk, p = self.values / (1 + self.values), self.layout.n_params
+        t = (p - shrunk.sum()) / self.delta
+        m = (p - 2 * shrunk.sum() + shrunk.square().sum()) / self.delta.square()
+        return t.reshape(1), m.reshape(1)
+
+
+class Cholesky(Solver):
+    """A precision for each tensor: 1 + s K = L L^T."""
+
+    def __init__(self, curvature: GPCurvature, scale: Tensor, deltas: Sequence[Tensor]) -> None:
+        super().__init__(curvature, scale)
+        self.deltas, self.inverse = deltas, [1 / d for d in deltas]
+        total = torch.eye(curvature.blocks[0].shape[-1], dtype=torch.float64, device=scale.device)
+        for weight, block in zip(self.inverse, curvature.blocks, strict=True):
+            total = total + (scale * weight) * block
+        self.root = cholesky(total)
+
+    def log_det_ratio(self) -> Tensor:
+        return 2 * self.root.diagonal(dim1=1, dim2=2).log().sum()
+
+    def log_det_prior(self) -> Tensor:
+        return torch.stack([n * d.log() for n, d in zip(self.layout.sizes, self.deltas, strict=True)]).sum()
+
+    def prior(self, jacobian: FunctionJacobian, asked: Asked) -> Tensor:
+        return jacobian.prior(asked, self.inverse, self.layout.shapes)
+
+    def rows(self, jacobian: FunctionJacobian) -> Tensor:
+        cross = self._cross(jacobian, self.inverse)
+        return torch.linalg.solve_triangular(self.root.mT, cross, upper=True, left=False) * self.scale.sqrt()
+
+    def traces(self, groups: str) -> Traces:
+        """From W_b = (1 + s K)^-1 s K_b / delta_b: Sigma_bh = ([b = h] - G_b^T (1/s + K)^-1 G_h/delta_h) / delta_b."""
+        pairs = zip(self.curvature.blocks, self.inverse, strict=True)
+        shrunk = [torch.cholesky_solve(block * (self.scale * weight), self.root) for block, weight in pairs]
+        tau = torch.stack([w.diagonal(dim1=1, dim2=2).sum() for w in shrunk])
+        omega = torch.stack([torch.stack([(w * u.mT).sum() for u in shrunk]) for w in shrunk])
+        sizes = torch.tensor(self.layout.sizes, dtype=tau.dtype, device=tau.device)
+        weight = torch.stack(self.inverse)
+        t = (sizes - tau) * weight
+        m = ((sizes - 2 * tau).diag() + omega) * weight * weight.unsqueeze(1)
+        return (t.sum().reshape(1), m.sum().reshape(1, 1)) if groups == "scalar" else (t, m)
+
+
+class GPGaussian(FunctionGaussian):
+    """All outputs together."""
+
+    def __init__(self, solver: Solver) -> None:
+        self.solver, self.dtype = solver, solver.curvature.dtype
+
+    def logdet(self) -> Tensor:
+        return self.solver.log_det_ratio() + self.solver.log_det_prior()
+
+    def traces(self, groups: str) -> Traces:
+        return self.solver.traces(groups)
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        j, x = self._rows(jacobian)
+        return (self.solver.prior(j, EACH_OUTPUT) - x.square().sum(-1)).clamp(min=0).to(self.dtype)
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        j, x = self._rows(jacobian)
+        return (self.solver.prior(j, EACH_EXAMPLE) - x @ x.mT).to(self.dtype)
+
+    def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
+        j, x = self._rows(jacobian)
+        explained = x @ (x.mT @ v.double().unsqueeze(-1))
+        return (self.solver.prior(j, Times(v.double())) - explained.squeeze(-1)).to(self.dtype)
+
+    def joint(self, jacobian: Jacobian) -> Tensor:
+        j, x = self._rows(jacobian)
+        n, c, _ = x.shape
+        x = x.flatten(0, 1)
+        return (self.solver.prior(j, ALL_EXAMPLES) - (x @ x.T).reshape(n, c, n, c)).to(self.dtype)
+
+    def _rows(self, jacobian: Jacobian) -> tuple[FunctionJacobian, Tensor]:  # (N, C, R)
+        assert isinstance(jacobian, FunctionJacobian)
+        n = len(jacobian.forward.outputs)
+        return jacobian, self.solver.rows(jacobian).squeeze(0).unflatten(0, (n, -1))
+
+
+class IndependentGaussian(GPGaussian):
+    """Each output a Gaussian process of its own: nothing between outputs."""
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        return self.variance(jacobian).diag_embed()
+
+    def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
+        return self.variance(jacobian) * v
+
+    def joint(self, jacobian: Jacobian) -> Tensor:
+        j, x = self._rows(jacobian)  # (N, C, M)
+        x = x.transpose(0, 1)
+        prior = self.solver.prior(j, ALL_EXAMPLES).diagonal(dim1=1, dim2=3)  # (N, N, C)
+        return (prior - (x @ x.mT).permute(1, 2, 0)).diag_embed().transpose(1, 2).to(self.dtype)
+
+    def _rows(self, jacobian: Jacobian) -> tuple[FunctionJacobian, Tensor]:  # (N, C, M)
+        assert isinstance(jacobian, FunctionJacobian)
+        rows = self.solver.rows(jacobian).transpose(0, 1)
+        return jacobian, rows if jacobian.chosen is None else rows[:, jacobian.chosen]

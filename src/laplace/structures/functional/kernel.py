@@ -1,0 +1,64 @@
+"""The kernel of the linearised network: inner products of gradients, in float64, lower triangle first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.uses import Use
+from laplace.structures.functional.structure import Gradients
+
+Tile = tuple[slice, slice, list[Use], list[Use]]
+
+
+def kernels(gradients: Gradients, points: int, independent: bool) -> list[Tensor]:
+    """<G, G'> of all points and vectors, (1, M K, M K), for each parameter; of each vector apart, (K, M, M)."""
+    blocks: list[Tensor] = []
+    for rows, columns, left, right in _tiles(gradients, independent):
+        if not blocks:
+            k = left[0].shape[0]
+            shape = (k, points, points) if independent else (1, points * k, points * k)
+            blocks = [torch.empty(shape, dtype=torch.float64, device=use.g.device) for use in left]
+        for block, one, two in zip(blocks, left, right, strict=True):
+            term = one.double().cross_each(two.double()) if independent else _cross(one, two)
+            block[:, rows, columns], block[:, columns, rows] = term, term.mT
+    return blocks
+
+
+def kernel(gradients: Gradients, points: int) -> Tensor:  # (M K, M K)
+    """The same summed over all parameters."""
+    total = torch.empty(0)
+    for rows, columns, left, right in _tiles(gradients, False):
+        if not len(total):
+            side = points * left[0].shape[0]
+            total = torch.empty(side, side, dtype=torch.float64, device=left[0].g.device)
+        term = _cross(left[0], right[0])
+        for one, two in zip(left[1:], right[1:], strict=True):
+            term += _cross(one, two)
+        total[rows, columns], total[columns, rows] = term, term.T
+    return total
+
+
+def _cross(one: Use, two: Use) -> Tensor:  # (N K, M K)
+    return one.double().cross(two.double()).flatten(2).flatten(0, 1)
+
+
+def _tiles(gradients: Gradients, independent: bool) -> Iterator[Tile]:
+    """All pairs of parts of the points on and below the diagonal, and where they stand."""
+    start = 0
+    for left in gradients():
+        stop, other = start + _rows(left, independent), 0
+        for right in gradients():
+            if other > start:
+                break
+            end = other + _rows(right, independent)
+            yield slice(start, stop), slice(other, end), left, right
+            other = end
+        start = stop
+
+
+def _rows(uses: list[Use], independent: bool) -> int:
+    k, n, _ = uses[0].shape
+    return n if independent else n * k

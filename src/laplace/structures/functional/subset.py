@@ -1,0 +1,81 @@
+"""Some points of the data, uniformly without replacement in one reading, however many there are and however cut.
+
+Every example is given a random number; those with the smallest are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace.errors import InputError
+from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.sampling import uniforms
+from laplace.network.batch_merging import gathered
+from laplace.network.batches import Batch, Inputs
+from laplace.structures.functional.points import Points
+
+Vectors = Callable[[OutputCurvature, float], Tensor]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The points kept of one batch."""
+
+    keys: Tensor  # (m,), the smallest are kept
+    numbers: Tensor  # (m,), in the order of reading
+    inputs: Inputs
+    curvature: OutputCurvature
+
+    def only(self, index: Tensor) -> _Seen:
+        inputs = self.inputs.at(index)  # copied: a loader may reuse its memory
+        return _Seen(
+            self.keys[index], self.numbers[index], inputs, self.curvature.part(index.to(self.curvature.device))
+        )
+
+
+class Subset:
+    """The points kept so far of those that were seen."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        self.most, self.generator = most, torch.Generator().manual_seed(seed)
+        self.parts: list[_Seen] = []
+        self.seen = 0
+
+    def see(self, inputs: Inputs, curvature: OutputCurvature, n: int) -> None:
+        """Look at a batch of n examples with the curvature of their outputs."""
+        if inputs.size != n or inputs.shared:
+            raise InputError(
+                f"hessian_structure='gp' keeps single points, and in these inputs of {n} examples they cannot be told "
+                "apart: every tensor needs the examples first."
+            )
+        keys = uniforms(n, 1, 1, torch.empty(0), self.generator).flatten()
+        parts = [*self.parts, _Seen(keys, torch.arange(self.seen, self.seen + n), inputs, curvature)]
+        self.seen += n
+        sizes = [len(part.keys) for part in parts]
+        kept = torch.zeros(sum(sizes), dtype=torch.bool)
+        kept[torch.cat([part.keys for part in parts]).topk(min(self.most, len(kept)), largest=False).indices] = True
+        masks = zip(parts, kept.split(sizes), strict=True)
+        self.parts = [
+            part if part is not parts[-1] and mask.all() else part.only(mask.nonzero().flatten())
+            for part, mask in masks
+            if mask.any()
+        ]
+
+    def points(self, n_data: int, asked: int | None, vectors: Vectors) -> Points:
+        """The points drawn from `n_data`, with the vectors that are sent back from their outputs."""
+        kept = sum(len(part.keys) for part in self.parts)
+        if asked is not None and asked > n_data:
+            raise InputError(
+                f"n_subset={asked} points of {n_data} examples cannot be drawn. Give at most {n_data}, or leave it out."
+            )
+        batches = [
+            Batch(i, part.inputs, vectors(part.curvature, n_data / kept).transpose(0, 1))
+            for i, part in enumerate(self.parts)
+        ]
+        groups = gathered(batches, lambda: kept)
+        joined = [group if isinstance(group, Batch) else group.joined() for group in groups]
+        return Points(joined, torch.cat([part.numbers for part in self.parts]))

@@ -1,0 +1,176 @@
+"""Ways of tuning: each is a class with its own options, and gets a `Problem` to solve.
+
+`la.tune(method=...)` takes one of the names here, or an object of a class of your own:
+
+    class Halving(Method):
+        def tune(self, problem):
+            for x in problem.start + torch.linspace(3, -3, 9)[:, None]:
+                problem.losses([x])
+            return problem.tuned("halving")
+
+    la.tune(method=Halving(), val_loader=val_loader)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import torch
+
+from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
+from laplace.errors import OptionError
+from laplace.priors.gaussian import GaussianPrior
+from laplace.tuning.bayesian import bayesian_search
+from laplace.tuning.evidence import maximise_evidence
+from laplace.tuning.problem import SCORING, Problem
+from laplace.tuning.result import Tuned
+from laplace.tuning.space import Space, groups_of
+
+
+class Method(ABC):
+    """A way of tuning. Its own options are its constructor's arguments.
+
+    Attributes:
+        options: the keywords of `la.tune` that the constructor takes, where it is asked for by name.
+        scored: whether it looks at validation data: whether val_loader=, loss=, bounds= and the like are for it.
+        prior_structure: which one is tuned where none is named.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+    scored: ClassVar[bool] = True
+    prior_structure: ClassVar[str] = "scalar"
+
+    @abstractmethod
+    def tune(self, problem: Problem) -> Tuned:
+        """Return what was found; `la.tune` sets it. Runs without gradients."""
+
+
+class Given(Method):
+    """A function of the problem."""
+
+    def __init__(self, function: Callable[[Problem], Tuned]) -> None:
+        self.function = function
+
+    def tune(self, problem: Problem) -> Tuned:
+        return self.function(problem)
+
+
+class ByEvidence(Method):
+    """Damped Newton on the log evidence; a prior precision that is not tuned is held."""
+
+    options = ("n_steps",)
+    scored = False
+
+    def __init__(self, n_steps: int = 100, start: float = 1.0, verbose: bool = False) -> None:
+        self.n_steps, self.start, self.verbose = n_steps, start, verbose
+
+    def tune(self, problem: Problem) -> Tuned:
+        posterior, kinds = problem.la.posterior.detached(), problem.kinds
+        steps = whole_number(self.n_steps, "n_steps")
+        if not isinstance(posterior.prior, GaussianPrior):  # whose hyperparameters have names of their own
+            return maximise_evidence(problem.space, problem.start, steps, verbose=self.verbose)
+        moves = "prior_precision" in kinds
+        groups = problem.groups if moves else groups_of(posterior)
+        space = Space(posterior, groups, "sigma_noise" in kinds, "temperature" in kinds)
+        x = space.start(self.start)
+        held = torch.zeros_like(x, dtype=torch.bool)
+        if not moves:
+            held[: len(space.sizes)] = True
+            x[held] = posterior.prior.precision.to(x).log()
+        return maximise_evidence(space, x, steps, held, self.verbose)
+
+
+class ByValidation(Method):
+    """A grid of all that is tuned, and the way down from its best basins."""
+
+    options = ("grid_size",)
+
+    def __init__(self, grid_size: int = 21) -> None:
+        self.grid_size = grid_size
+
+    def tune(self, problem: Problem) -> Tuned:
+        search = problem.search(self.grid_size)
+        search.descend()
+        return search.found("validation")
+
+
+class ByBayesian(Method):
+    """Bayesian optimisation of the validation score, with BoTorch."""
+
+    options = ("grid_size", "evaluations", "seed")
+    prior_structure = "layerwise"
+
+    def __init__(self, grid_size: int = 21, evaluations: int = 30, seed: int = 0) -> None:
+        self.grid_size, self.evaluations, self.seed = grid_size, evaluations, seed
+
+    def tune(self, problem: Problem) -> Tuned:
+        search = problem.search(self.grid_size)
+        seed = whole_number(self.seed, "seed", 0, LARGEST)
+        bayesian_search(search, whole_number(self.evaluations, "evaluations"), seed)
+        return search.found("bayesian")
+
+
+METHODS: Final[dict[str, type[Method]]] = {
+    "evidence": ByEvidence,
+    "validation": ByValidation,
+    "bayesian": ByBayesian,
+}
+_OURS: Final = tuple(METHODS)
+_OTHER_NAMES: Final = {"marglik": "evidence", "gridsearch": "validation", "CV": "validation"}  # laplace-torch's
+
+
+def register_method(name: str, method: type[Method]) -> type[Method]:
+    """Give a method a name, so that `la.tune(method=name)` finds it.
+
+    Args:
+        name: what it is called from now on.
+        method: its class, made without arguments but for those of `la.tune` in its `options`.
+
+    Returns:
+        The class, as it is.
+
+    Raises:
+        OptionError: the name is taken by one of ours, or what comes is no class of a method.
+    """
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise OptionError(f"register_method({name!r}, {shown(method)}): give a class that inherits tuning.Method.")
+    if not isinstance(name, str) or not name or name in _OTHER_NAMES or name in _OURS:
+        raise OptionError(f"register_method({shown(name)}, ...): the name must be a new word, as in 'random'.")
+    METHODS[name] = method
+    return method
+
+
+def method_of(value: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[str, Method]:
+    """Return a method and what to call it; refuse options that are for others.
+
+    Args:
+        value: a name, a method, or a function of the problem.
+        given: the options of `la.tune` that methods may have.
+        usual: the same as they are when nobody gives them.
+    """
+    if isinstance(value, type):
+        raise OptionError(f"method={value.__name__} is a class; give an object: {value.__name__}().")
+    if isinstance(value, Method) or (callable(value) and not hasattr(value, "value")):
+        name = type(value).__name__ if isinstance(value, Method) else getattr(value, "__name__", "method")
+        own = value if isinstance(value, Method) else Given(value)  # type: ignore[arg-type]
+        _refuse(name, SCORING if own.scored else (), given, usual)
+        return name, own
+    word = str(getattr(value, "value", value))
+    name = choice(_OTHER_NAMES.get(word, value), METHODS, "method")
+    kind = METHODS[name]
+    _refuse(name, _options(kind), given, usual)
+    return name, kind(**{key: given[key] for key in kind.options})
+
+
+def _options(kind: type[Method]) -> tuple[str, ...]:
+    return kind.options + (SCORING if kind.scored else ())
+
+
+def _refuse(name: str, able: Sequence[str], given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Refuse options that other methods have, where they were changed."""
+    for key, value in given.items():
+        if key not in able and not unchanged(value, usual[key]):
+            owners = [repr(other) for other in _OURS if key in _options(METHODS[other])]
+            raise OptionError(f"{key}= goes with method={' or '.join(owners)}; {name!r} has no use for it.")

@@ -1,0 +1,248 @@
+"""What a method of tuning is given: the hyperparameters as points, and what a point is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.checks import choice, shown, unchanged, whole_number
+from laplace.errors import InputError, OptionError, UnsupportedError, within
+from laplace.inference.predict import pred_type_named
+from laplace.inference.runner import Runner
+from laplace.inference.targets import counted
+from laplace.likelihoods import Targets
+from laplace.network.batches import Batch, prediction_batches
+from laplace.posterior.posterior import Posterior
+from laplace.priors.gaussian import GaussianPrior
+from laplace.tuning.result import KINDS, Point, Tuned
+from laplace.tuning.scores import How, Tally
+from laplace.tuning.search import LARGEST_GRID, Search
+from laplace.tuning.space import Space
+from laplace.tuning.validation import Labelled, Validation
+
+_BOUNDS = {"prior_precision": (1e-4, 1e4), "sigma_noise": (1e-3, 1e3), "temperature": (1e-3, 1e3)}
+
+
+class Posteriors(Protocol):
+    """A posterior with the network that it belongs to."""
+
+    @property
+    def posterior(self) -> Posterior: ...
+
+    @property
+    def runner(self) -> Runner: ...
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How predictions are scored: the options of `la.tune` that every method by validation shares."""
+
+    val_loader: Iterable[Any] | None = None
+    loss: Any = None
+    ood_loader: Any = None
+    ood_weight: float = 0.5
+    pred_type: str = "glm"
+    link_approx: Any = None
+    n_samples: int = 100
+    bounds: Mapping[str, tuple[float, float]] | None = None
+    progress_bar: bool = False
+
+
+SCORING: Final = tuple(name for name in Scoring.__dataclass_fields__ if name != "progress_bar")
+
+
+@dataclass
+class Problem:
+    """What is to be tuned, and what a point is worth. A point x, (K,) in float64, holds logarithms.
+
+    The coordinates are, in this order: one or more prior precisions (by `groups`), sigma_noise, the temperature, as
+    far as they are tuned.
+
+    Attributes:
+        la: the posterior, and the network.
+        kinds: what is tuned: some of 'prior_precision', 'sigma_noise' and 'temperature'.
+        groups: 'scalar', 'layerwise' or 'diag'.
+        scoring: how predictions are scored.
+    """
+
+    la: Posteriors
+    kinds: Sequence[str]
+    groups: str
+    scoring: Scoring = field(default_factory=Scoring)
+    _seen: list[tuple[Tensor, float]] = field(default_factory=list, init=False)
+
+    @cached_property
+    def space(self) -> Space:
+        """What is tuned: `space.kinds` says what each coordinate is, `space.at(x)` is the posterior at a point."""
+        own = tuple(kind for kind in self.kinds if kind not in KINDS)  # of a prior without precisions
+        moved = self.groups if own or "prior_precision" in self.kinds else None
+        posterior = self.la.posterior.detached()
+        return Space(posterior, moved, "sigma_noise" in self.kinds, "temperature" in self.kinds, own)
+
+    @property
+    def start(self) -> Tensor:  # (K,)
+        """The hyperparameters as they are now."""
+        prior = self.la.posterior.prior
+        return self.space.start(prior.precision.detach() if isinstance(prior, GaussianPrior) else 1.0)
+
+    @property
+    def box(self) -> tuple[Tensor, Tensor]:  # (K,), (K,)
+        """The lowest and highest point, from `bounds`."""
+        limits = bounds_of(self.scoring.bounds, self.kinds)
+        ends = torch.tensor([limits[kind] for kind in self.space.kinds], dtype=torch.float64)
+        low, high = ends.to(self.start.device).unbind(1)
+        return low, high
+
+    @cached_property
+    def how(self) -> How:
+        """How predictions are made and scored."""
+        s = self.scoring
+        how = how_scored(self.la, s.pred_type, s.link_approx, s.n_samples, s.loss, s.ood_weight)
+        if s.ood_loader is None and not unchanged(s.ood_weight, 0.5):
+            raise OptionError(f"ood_weight={shown(s.ood_weight)} goes with ood_loader=, which is not given.")
+        return how
+
+    @cached_property
+    def validation(self) -> Validation:
+        """The score of posteriors on `val_loader`."""
+        s = self.scoring
+        return validation_of(self.la, self.how, s.val_loader, s.ood_loader, s.progress_bar, again=True)
+
+    def evidence(self, x: Tensor) -> float:
+        """Return the log evidence at a point; larger is better. Needs no data."""
+        return float(self.space.at(x).log_evidence)
+
+    def scores(self, points: Sequence[Tensor]) -> list[float]:
+        """Return the score of each point on `val_loader`; smaller is better. One run over the data serves all."""
+        return self.validation.scores([self.space.at(x) for x in points]).tolist()
+
+    def losses(self, points: Sequence[Tensor]) -> list[float]:
+        """Return what each point loses, and remember it: its score, or minus its log evidence without `val_loader`."""
+        if self.scoring.val_loader is None:
+            if "temperature" in self.kinds:
+                raise UnsupportedError("the evidence has no optimum in the temperature. Give val_loader=.")
+            found = [-self.evidence(x) for x in points]
+        else:
+            found = self.scores(points)
+        self._seen += zip([x.clone() for x in points], found, strict=True)
+        return found
+
+    def tuned(self, method: str, steps: int | None = None, converged: bool | None = None) -> Tuned:
+        """Return the best of all points that `losses` has seen."""
+        finite = [pair for pair in self._seen if math.isfinite(pair[1])]
+        if not finite:
+            raise OptionError(f"method {method!r} has seen no point with a finite score: call problem.losses([x]).")
+        best = Point.of(self.space.at(min(finite, key=lambda pair: pair[1])[0]), min(score for _, score in finite))
+        points = tuple(Point.of(self.space.at(x), score) for x, score in self._seen)
+        return Tuned(method, best, points, len(points) if steps is None else steps, len(points), converged=converged)
+
+    def search(self, grid_size: int) -> Search:
+        """Return a search over grids of `grid_size` values within `bounds`."""
+        _ = self.how  # refused before the network runs
+        limits = bounds_of(self.scoring.bounds, self.kinds)
+        size = whole_number(grid_size, "grid_size", 2, LARGEST_GRID)
+        grids = {kind: torch.linspace(*limits[kind], size, dtype=torch.float64) for kind in KINDS}
+        return search_of(self, self.validation, grids, lambda kind, _: f"bounds={{{kind!r}: (low, high)}}")
+
+
+def search_of(
+    problem: Problem, validation: Validation, grids: Mapping[str, Tensor], widen: Callable[[str, str], str]
+) -> Search:
+    """Return a search over these grids of logarithms, by kind."""
+    if problem.groups == "diag":
+        raise UnsupportedError(
+            "a precision per weight is too many to search by validation. Take prior_structure='scalar' or "
+            "'layerwise', or the evidence: method='evidence' (or 'marglik')."
+        )
+    if own := [kind for kind in problem.kinds if kind not in KINDS]:
+        raise UnsupportedError(
+            f"{own[0]!r} of {problem.la.posterior.prior} is not searched by validation. Tune it by the evidence: "
+            f"la.tune({own[0]!r}, method='evidence')."
+        )
+    space = problem.space
+    return Search(space, validation.scores, problem.start, [grids[kind] for kind in space.kinds], widen)
+
+
+def how_scored(
+    la: Posteriors, pred_type: str, link_approx: Any, n_samples: int, loss: Any, ood_weight: float = 0.5
+) -> How:
+    """Return how predictions are made and scored, checked before the network runs."""
+    link, own = la.runner.spec.likelihood.link_of(link_approx)
+    kind = pred_type_named(pred_type, la.runner.spec.structure.functional)
+    how = How(kind, link, whole_number(n_samples, "n_samples", 2), loss, ood_weight, own)
+    Tally(how, la.runner.spec.likelihood)
+    return how
+
+
+def validation_of(
+    la: Posteriors, how: How, loader: Any, ood_loader: Any, progress_bar: bool, again: bool
+) -> Validation:
+    """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
+    if loader is None:
+        raise OptionError("tuning by validation needs val_loader=, batches (x, y) that were not trained on.")
+    for name, given in {"val_loader": loader, "ood_loader": ood_loader}.items():
+        if again and isinstance(given, Iterator):
+            raise InputError(
+                f"{name} is a {type(given).__name__}, which can be read once, and the search reads it more than "
+                "once. Give a DataLoader or a list of batches."
+            )
+    if ood_loader is not None and not isinstance(ood_loader, Iterable):
+        raise InputError(
+            f"ood_loader is a {type(ood_loader).__name__}; a DataLoader, a list of batches or a tensor is needed."
+        )
+    if ood_loader is not None and la.runner.spec.likelihood.pairs:
+        raise UnsupportedError("ood_loader= is for single inputs; preferences between pairs are scored without it.")
+    outside = None if ood_loader is None else lambda: _outside_runs(la, ood_loader, progress_bar)
+    return Validation(how, lambda: _labelled_runs(la, loader, progress_bar), outside, la.runner.spec.budget)
+
+
+def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:
+    for batch in la.runner.batches(loader, progress_bar, "validation"):
+        with within(f"validation batch {batch.index}"):
+            yield from _labelled(la, batch)
+
+
+def _labelled(la: Posteriors, batch: Batch) -> Labelled:
+    start, n = 0, len(batch.y)
+    for whole in la.runner.uncut(la.posterior.fit, batch.inputs):
+        stop = start + whole.positions.n
+        part = batch if n <= stop - start else batch.labels(start, stop)
+        run, targets = counted(whole, part, la.runner.spec.likelihood)
+        start = stop
+        yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
+    if start != n:
+        raise InputError(f"{n} labels for {start} inputs.")
+
+
+def _outside_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:
+    for where, inputs in prediction_batches(loader, la.runner.spec.keys, {}, progress_bar, "out-of-distribution batch"):
+        with within(where or "ood_loader"):
+            for forward in la.runner.runs(la.posterior.fit, inputs):
+                yield forward, Targets(forward.outputs)
+
+
+def bounds_of(bounds: Any, kinds: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return the logarithms of the lowest and highest value of each hyperparameter."""
+    given = {} if bounds is None else bounds
+    if not isinstance(given, Mapping):
+        raise OptionError(f"bounds={shown(bounds)}: a mapping such as {{'prior_precision': (1e-4, 1e4)}} is needed.")
+    given = {choice(key, KINDS, "a key of bounds"): value for key, value in given.items()}
+    if idle := [key for key in given if key not in kinds]:
+        wanted = ", ".join(map(repr, [*kinds, idle[0]]))
+        raise OptionError(f"bounds of {idle[0]}, which is not tuned: write la.tune({wanted}, ...), or leave them out.")
+    limits = {}
+    for kind, pair in {
+        **_BOUNDS,
+        **{choice(key, KINDS, "a key of bounds"): value for key, value in given.items()},
+    }.items():
+        numbers = isinstance(pair, (tuple, list)) and all(isinstance(end, (int, float)) for end in pair)
+        if not numbers or len(pair) != 2 or not 0 < pair[0] < pair[1] < math.inf:
+            raise OptionError(f"bounds of {kind} are {shown(pair)}; needed: (low, high) with 0 < low < high.")
+        limits[kind] = (math.log(pair[0]), math.log(pair[1]))
+    return limits

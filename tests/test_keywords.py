@@ -1,0 +1,119 @@
+"""Keywords that do not exist are refused by name at run time, and type checkers see them before."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import laplace
+from laplace import Laplace, marglik_training
+from laplace.errors import OptionError
+from laplace.spec import STRUCTURE_OPTIONS, PlanOptions, TrainingOptions
+
+X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.arange(4) % 2
+SOURCE = Path(laplace.__file__).parents[1]
+
+
+def net() -> nn.Linear:
+    return nn.Linear(3, 2)
+
+
+CALLS = {
+    "Laplace": lambda **options: Laplace(net(), "classification", **options),
+    "marglik_training": lambda **options: marglik_training(net(), [(X, Y)], "classification", n_epochs=1, **options),
+    "plan": lambda **options: laplace.plan(net(), (X, Y), "classification", **options),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_typo_is_refused_with_the_nearest_keyword(name):
+    with pytest.raises(OptionError, match=rf"^{name} has no option 'dampng'\. Did you mean 'damping'\?$"):
+        CALLS[name](dampng=True)
+    with pytest.raises(OptionError, match=rf"^{name} has no option 'curvatur'\. Did you mean 'curvature'\?$"):
+        CALLS[name](curvatur="ggn")
+    with pytest.raises(OptionError, match=rf"^{name} has no option 'xyz'\. See help\({name}\)\.$"):
+        CALLS[name](xyz=1)
+
+
+def test_training_names_its_own_keywords():
+    with pytest.raises(OptionError, match=r"no option 'prior_precision'\. Did you mean 'prior_prec_init'"):
+        CALLS["marglik_training"](prior_precision=2.0)
+    with pytest.raises(OptionError, match=r"no option 'sigma_noise'\. Did you mean 'sigma_noise_init'"):
+        CALLS["marglik_training"](sigma_noise=2.0)
+
+
+@pytest.mark.parametrize("name", ["marglik_training", "plan"])
+def test_a_keyword_of_laplace_reaches_it(name):
+    with pytest.raises(OptionError, match=r"^memory_budget=-1 must be"):
+        CALLS[name](memory_budget=-1)
+    with pytest.raises(OptionError, match=r"^class_dim='x'"):
+        CALLS[name](class_dim="x")
+
+
+def test_a_plan_takes_every_keyword_of_laplace():
+    own = {name: p.default for name, p in inspect.signature(Laplace).parameters.items() if p.default is not p.empty}
+    for name in ("subset_of_weights", "hessian_structure"):
+        own.pop(name)
+    assert CALLS["plan"](**own)["gp, nystrom"].fits
+    with pytest.raises(OptionError, match=r"^functional_approximation='x'"):
+        CALLS["plan"](functional_approximation="x")
+
+
+def test_keywords_that_are_passed_on_are_those_of_laplace_with_their_types():
+    own = inspect.signature(Laplace).parameters
+    for function, options, renamed in (
+        (marglik_training, TrainingOptions, {"prior_precision", "sigma_noise"}),
+        (laplace.plan, PlanOptions, {"hessian_structure"}),
+    ):
+        named = {*inspect.signature(function).parameters}
+        assert {*options.__annotations__} | named >= own.keys() - renamed, "a keyword of Laplace is missing"
+        assert options.__annotations__.keys() <= own.keys() - named
+    types = {**TrainingOptions.__annotations__, **PlanOptions.__annotations__}
+    for name, kind in types.items():
+        assert getattr(kind, "__forward_arg__", kind) == own[name].annotation, name
+    assert STRUCTURE_OPTIONS.items() == {name: own[name].default for name in STRUCTURE_OPTIONS}.items()
+
+
+def test_signatures_are_there_to_read():
+    assert "damping" in inspect.signature(Laplace).parameters
+    assert "lr_hyp" in inspect.signature(marglik_training).parameters
+    for function in (Laplace, marglik_training, laplace.plan):
+        kinds = {p.kind for p in inspect.signature(function).parameters.values() if p.annotation == "Any"}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_the_typo(tmp_path):
+    pyright = shutil.which("pyright") or Path(sys.executable).with_name("pyright")
+    if not Path(pyright).exists():
+        pytest.skip("pyright is not installed")
+    lines = [
+        "import laplace",
+        "from laplace import Laplace, marglik_training",
+        "from laplace.structures import Kron",
+        "from torch import nn",
+        "net = nn.Linear(3, 2)",
+        'Laplace(net, "classification", dampng=True)',
+        'marglik_training(net, [], "classification", dampng=True)',
+        'laplace.plan(net, [], "classification", dampng=True)',
+        "Kron(dampng=True)",
+        'Laplace(net, "classification", damping=True)',
+        'marglik_training(net, [], "classification", damping=True)',
+        'laplace.plan(net, [], "classification", damping=True)',
+        "Kron(damping=True)",
+    ]
+    (tmp_path / "typo.py").write_text("\n".join(lines) + "\n")
+    settings = {"include": ["typo.py"], "extraPaths": [str(SOURCE)], "venvPath": str(Path(sys.prefix).parent)}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | {"venv": Path(sys.prefix).name}))
+    run = subprocess.run([str(pyright), "--outputjson", "-p", str(tmp_path)], capture_output=True, text=True)
+    found = [entry for entry in json.loads(run.stdout)["generalDiagnostics"] if entry["severity"] == "error"]
+    assert sorted(entry["range"]["start"]["line"] + 1 for entry in found) == [6, 7, 8, 9]
+    assert all("dampng" in entry["message"] for entry in found)
