@@ -175,7 +175,7 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         ({"hessian_structure": "diag", "damping": True}, "belongs to hessian_structure='kron'"),
         ({"rank": 3}, "rank=3 belongs to hessian_structure='inf' or 'lowrank'"),
         ({"tol": 0.1}, "tol=0.1 belongs to hessian_structure='lowrank'"),
-        ({"hessian_structure": "lowrank", "rank": 3, "tol": 0.1}, "rank=3 and tol=0.1: give one of them"),
+        ({"hessian_structure": "lowrank", "rank": 3, "tol": 0.1}, "rank=3 and tol=0.1: give only one"),
         ({"hessian_structure": "lowrank", "rank": 0}, "rank=0 must be a whole number of at least 1"),
         ({"hessian_structure": "lowrank", "rank": 2.5}, "rank=2.5 must be a whole number"),
         ({"hessian_structure": "lowrank", "tol": 1.0}, "tol=1.0 must lie between 0 and 1"),

@@ -140,7 +140,7 @@ def test_the_last_layer_is_found_beside_a_table(size):
 @pytest.mark.parametrize("size", [4, ROWS])
 def test_points_cannot_be_kept_of_what_is_shared(size):
     model, x, table, y = case("each")
-    with pytest.raises(InputError, match="every tensor needs the examples first"):
+    with pytest.raises(InputError, match="all have the examples in their first dimension"):
         Laplace(model, "regression", "all", "gp").fit(batched(x, table, y, size))
 
 

@@ -89,10 +89,10 @@ def test_every_kind_of_layer_has_its_directions(network):
 
 def test_the_rank_is_what_there_is():
     model, x, y = make("mlp", "regression")
-    with pytest.warns(LaplaceWarning, match=r"rank=46 was asked for, and the kernel .* has rank 16: that is kept"):
+    with pytest.warns(LaplaceWarning, match=r"rank=46 is more than the rank of .* kernel: 16 directions are kept"):
         la = Laplace(model, "regression", rank=46, **OPTIONS).fit(cut(x, y, 7))
     assert {row.kept for row in la.coverage()} == {"16 directions"}
-    with pytest.raises(InputError, match=r"rank=47 directions of 46 outputs.*rank of at most 46"):
+    with pytest.raises(InputError, match=r"rank=47 is more than the 46 gradients.*rank of at most 46"):
         Laplace(model, "regression", rank=47, **OPTIONS).fit(cut(x, y, 7))
 
 

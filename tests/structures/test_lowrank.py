@@ -219,7 +219,7 @@ def test_a_round_trip_through_a_file_is_exact(tmp_path):
 def test_what_cannot_be_is_refused_with_what_can():
     model, x, y = problem()
     batches = cut(x, y, 16)
-    with pytest.raises(OptionError, match="rank=600 is more than there are uncertain weights: 553"):
+    with pytest.raises(OptionError, match="rank=600 is more than the 553 uncertain weights"):
         Laplace(model, "classification", "all", "lowrank", rank=600).fit(batches)
     with pytest.raises(InputError, match=r"'lowrank' reads the data 2 times or more, and a list_iterator can be read"):
         Laplace(model, "classification", "all", "lowrank").fit(iter(batches))

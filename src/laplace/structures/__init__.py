@@ -1,4 +1,4 @@
-"""What is kept of the curvature."""
+"""Store the curvature in a compact form: one structure per file, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ STRUCTURES: Final[dict[str, type[Structure]]] = {
 
 
 def _listed(which: Callable[[type[Structure]], bool]) -> str:
-    """The names of some structures, for an error message."""
+    """Return the names of the structures for which `which` is true, for an error message."""
     *names, last = (repr(name) for name, structure in STRUCTURES.items() if which(structure))
     return f"{', '.join(names)} or {last}"
 
 
 def adding() -> str:
-    """The names of those whose sums add."""
+    """Return the names of the structures whose sums can be extended with more data, for an error message."""
     return _listed(lambda structure: structure.passes == 1)
 
 
 def per_weight() -> str:
-    """The names of those that can take a precision per weight."""
+    """Return the names of the structures that accept a prior precision per weight, for an error message."""
     return _listed(lambda structure: "diag" in structure.prior_structures)
 
 
 def taking(form: str) -> str:
-    """Return the names of those that can take this form of a prior precision."""
+    """Return the names of the structures that accept this form of a prior precision, for an error message."""
     able = [repr(name) for name, s in STRUCTURES.items() if form in (*s.prior_structures, *s.precision_forms)]
     return " or ".join([", ".join(able[:-1]), able[-1]] if len(able) > 1 else able)
 

@@ -1,8 +1,12 @@
-"""What a structure is: which sums it keeps of the curvature, and the Gaussians that it makes of them.
+"""Define structures: which sums to keep of the curvature H, and which Gaussian follows from them.
 
-A structure turns the second moments of a batch into a dict of sums (additive: merged by adding), the sums into a
-`Curvature` (factorised once, whatever the prior), and a curvature, a scale s and a prior precision into the
-`Gaussian` N(0, (s H + D)^-1). No structure calls the network.
+The data flows in three steps:
+
+    moments of a batch      -> a dict of sums      (sums of two batches are added)
+    sums                    -> a `Curvature`       (factorised once, for every prior)
+    curvature, scale s, D   -> a `Gaussian`        N(0, (s H + D)^-1) with the prior precision D
+
+No structure runs the network.
 """
 
 from __future__ import annotations
@@ -36,86 +40,88 @@ class Gaussian(ABC):
     """N(0, precision^-1) over all uncertain weights, precision = s H + D. Differentiable in s and D.
 
     Attributes:
-        blockwise: whether tensors are independent, so that `la.posterior_precision` writes the matrix out on request.
+        blockwise: whether weights of different tensors are independent. If so, `la.posterior_precision` builds the
+            dense matrix only on request.
     """
 
     blockwise: bool = False
 
     @abstractmethod
     def logdet(self) -> Tensor:
-        """log det of the precision."""
+        """Return log det of the precision."""
 
     @abstractmethod
     def color(self, eps: Tensor) -> Tensor:  # (S, P) -> (S, P)
-        """Standard normal noise turned into draws of this Gaussian."""
+        """Turn standard normal noise into draws of this Gaussian."""
 
     @abstractmethod
     def marginal_variances(self) -> Tensor:  # (P,)
-        """The diagonal of the covariance."""
+        """Return the diagonal of the covariance."""
 
     @abstractmethod
     def quadratic(self, vector: Tensor) -> Tensor:  # (..., P) -> (...)
-        """vector^T precision vector."""
+        """Return vector^T precision vector."""
 
     @abstractmethod
     def precision_matrix(self) -> Tensor:  # (P, P)
-        """The precision, dense."""
+        """Return the precision as a dense matrix."""
 
     @abstractmethod
     def covariance_matrix(self) -> Tensor:  # (P, P)
-        """The covariance, dense."""
+        """Return the covariance as a dense matrix."""
 
     @abstractmethod
     def variance(self, jacobian: Jacobian) -> Tensor:  # (N, C)
-        """Variances of the outputs, diag(J Sigma J^T)."""
+        """Return the variance of each output, diag(J Sigma J^T)."""
 
     @abstractmethod
     def covariance(self, jacobian: Jacobian) -> Tensor:  # (N, C, C)
-        """Covariance of each example's outputs, J Sigma J^T."""
+        """Return the covariance of each example's outputs, J Sigma J^T."""
 
     @abstractmethod
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:  # (N, C)
-        """J Sigma J^T v for one v per example, without the C x C matrix where that can be had."""
+        """Return J Sigma J^T v for one v per example. Does not form the C x C matrix if that can be avoided."""
 
     @abstractmethod
     def joint(self, jacobian: Jacobian) -> Tensor:  # (N, C, N, C)
-        """Covariance of all examples' outputs together."""
+        """Return the covariance between the outputs of all examples."""
 
     @abstractmethod
     def dense_variance(self, jacobians: Tensor) -> Tensor:  # (..., M, P) -> (..., M, M)
-        """J Sigma J^T for rows of a Jacobian that the user brings."""
+        """Return J Sigma J^T for Jacobian rows that the user computed."""
 
     def as_diagonal(self) -> Tensor | None:  # (P,)
-        """Return the precision of each weight where the precision is diagonal; None where it is not."""
+        """Return the diagonal of the precision if the precision is diagonal, else None."""
         return None
 
     def scale(self) -> Tensor | None:
-        """Return S with S S^T the covariance, (P, P), or its diagonal (P,); None where that would have to be made."""
+        """Return S with S S^T = covariance, (P, P), or its diagonal, (P,). None if no such S is at hand."""
         diagonal = self.as_diagonal()
         return None if diagonal is None else diagonal.rsqrt()
 
     @abstractmethod
     def traces(self, groups: str) -> Traces:
-        """t[g] = tr(Sigma_gg) and m[g, h] = ||Sigma_gh||_F^2 (its diagonal alone where Sigma is block-diagonal).
+        """Return t[g] = tr(Sigma_gg) and m[g, h] = ||Sigma_gh||_F^2. If Sigma is block-diagonal, m is its diagonal.
 
-        `groups` is 'scalar' (all weights), 'layerwise' (a tensor each) or 'diag' (a weight each). What Newton's method
-        on the evidence needs, and all that it needs.
+        `groups` is 'scalar' (one group with all weights), 'layerwise' (one group per tensor) or 'diag' (one group per
+        weight). Newton's method on the evidence needs nothing else.
         """
 
 
 def require_pairs(budget: Budget, like: Tensor) -> None:  # (P,)
-    """Newton's method with a precision per weight solves for all of them together: refused where that cannot fit."""
+    """Refuse to tune one precision per weight if the P x P system of Newton's method does not fit into memory."""
     p = len(like)
     what = f"tuning a prior precision for each of {p:,} weights that depend on each other"
     budget.require(4 * 8 * p**2, like.device, what, "Take prior_structure='layerwise', or hessian_structure='diag'.")
 
 
 class Curvature(ABC):
-    """H, factorised once.
+    """Holds H, factorised once for all priors.
 
     Attributes:
-        commutes: whether the prior enters as s H + D exactly, so that `traces` are the evidence's derivatives.
-        blockwise: whether tensors are independent, so that `la.H` writes the matrix out on request.
+        commutes: whether the precision is exactly s H + D. If so, `traces` give the derivatives of the evidence.
+        blockwise: whether weights of different tensors are independent. If so, `la.H` builds the dense matrix only on
+            request.
     """
 
     commutes: bool = True
@@ -123,35 +129,37 @@ class Curvature(ABC):
 
     @property
     def clipped(self) -> Clipped:
-        """Eigenvalues that were below zero, where they are found."""
+        """Return which eigenvalues were negative and set to zero, if the structure computes eigenvalues."""
         return Clipped()
 
     @abstractmethod
     def gaussian(self, scale: Tensor, precision: Sequence[Any]) -> Gaussian:
-        """N(0, (s H + D)^-1); `precision` holds a scalar, a vector, or a form of `Structure.takes` per block."""
+        """Return N(0, (s H + D)^-1). `precision` has one entry per block: a scalar, a vector, or a form that
+        `Structure.takes` lists.
+        """
 
     @abstractmethod
     def matrix(self) -> Tensor:  # (P, P)
-        """H, dense."""
+        """Return H as a dense matrix."""
 
     def as_diagonal(self) -> Tensor | None:  # (P,)
-        """Return the diagonal of H where H is diagonal; None where it is not."""
+        """Return the diagonal of H if H is diagonal, else None."""
         return None
 
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
-        """The output variances under many Gaussians of this curvature, sharing the projections: (N, C) each."""
+        """Yield the output variances (N, C) under each of many Gaussians of this curvature, sharing the projections."""
         for gaussian in gaussians:
             yield gaussian.variance(jacobian)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a structure keeps of one tensor's curvature.
+    """Describes what a structure keeps of one tensor's curvature.
 
     Attributes:
-        form: in a few words, such as 'kron 20 x 50'.
-        bytes: what it takes.
-        own: whether it is the structure's own form, or another that it falls back to.
+        form: a short description, such as 'kron 20 x 50'.
+        bytes: the memory that it takes.
+        own: True if it has the structure's own form, False if it has a fallback form.
     """
 
     form: str
@@ -161,15 +169,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class Forms:
-    """Which sums a structure leaves: their keys and shapes, against which files are checked.
+    """Lists the keys and shapes of the sums that a structure makes. Loaded files are checked against it.
 
-    A shape is a word with a letter for each dimension, '' for a single number. Equal letters are equal sizes within
-    one form. p is the number of a tensor's weights, P that of all, and g x o x i is p.
+    A shape is written as one letter per dimension: 'pp' is a square matrix, '' is a single number. Within one form,
+    equal letters mean equal sizes. p is the number of weights of the tensor, P the number of all weights, and
+    g * o * i = p.
 
     Attributes:
-        tensor: what may be kept of each tensor, by the key behind 'name/'; one of these forms holds.
-        whole: what may be kept of all weights together; one of these forms holds.
-        shared: letters that are equal sizes for all tensors and for the whole.
+        tensor: the alternatives for the sums of one tensor, by the part of the key after 'name/'. Exactly one applies.
+        whole: the alternatives for the sums of all weights together. Exactly one applies.
+        shared: letters that mean the same size in all tensors and in `whole`.
         counts: keys whose values are whole numbers.
     """
 
@@ -180,35 +189,36 @@ class Forms:
 
 
 class Pass(ABC):
-    """One run over the data: what each batch adds, and what is made of it at the end."""
+    """Describes one run over the data: what each batch adds, and what follows from the total."""
 
     @abstractmethod
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
-        """What one batch adds."""
+        """Return what one batch adds to the sums."""
 
     def finish(self, before: Sums, found: Sums) -> Sums:
-        """The sums after this run, from those of the runs before it and those found in it."""
+        """Return the sums after this run, from the sums before it and the sums that it found."""
         return before | found
 
 
 class Structure(Pass):
-    """A way of keeping the curvature; itself the first run over the data.
+    """Stores the curvature in one particular form. A structure is also the first run over the data.
 
     Attributes:
-        name: what it is called in summaries, messages and files; the name of its class unless it says so.
-        options: its constructor's arguments, each kept in an attribute of that name; they enter `described`.
-        passes: runs over the data, at least; sums of more than one cannot be added to later.
-        functional: whether it is a posterior over functions, without weights to draw.
-        semidefinite: whether H has no negative eigenvalues but for rounding.
-        exact_hessian: whether there is a form for curvature='hessian'.
+        name: the name in summaries, messages and files. Defaults to the name of the class.
+        options: the names of the constructor's arguments. Each is an attribute of that name, and enters `described`.
+        passes: the smallest number of runs over the data. With more than one, data cannot be added later.
+        functional: whether this is a posterior over functions, which cannot draw weights.
+        semidefinite: whether H is positive semi-definite, so that negative eigenvalues are rounding errors.
+        exact_hessian: whether it accepts curvature='hessian'.
         scattered: whether it can keep some weights of a tensor without the others.
-        prior_structures: which priors it can take, by how many precisions they have.
-        precision_forms: which forms of a prior precision it takes besides: 'dense' (a matrix per tensor), 'kron' (a
-            Kronecker product per tensor), 'whole' (a matrix of all weights together).
-        weight_sharing: whether positions are taken together ('reduce') before their factors are formed, or not.
-        keeps_points: whether predictions need some of the data.
-        forms: the keys and shapes of its sums; None where it does not say, so that files are checked for less.
-        budget: the memory that may be taken, the user's once there is one.
+        prior_structures: the accepted priors, by the number of their precisions.
+        precision_forms: further accepted forms of a prior precision: 'dense' (a matrix per tensor), 'kron' (a Kronecker
+            product per tensor), 'whole' (one matrix over all weights).
+        weight_sharing: for weights used at many positions, 'reduce' sums over positions before it forms the factors,
+            'expand' treats each position as an example.
+        keeps_points: whether predictions need some of the training data.
+        forms: the keys and shapes of the sums. With None, files are not checked for them.
+        budget: the memory that may be taken. The user's budget replaces the default.
     """
 
     name: str
@@ -226,7 +236,7 @@ class Structure(Pass):
     budget: Budget = Budget()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give a subclass a name of its own, and no forms of its parent's where it makes other sums."""
+        """Name the subclass after its class, and drop the parent's `forms` if the subclass makes other sums."""
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if "name" not in own:
@@ -236,17 +246,17 @@ class Structure(Pass):
 
     @property
     def described(self) -> str:
-        """Its name, and its options where they are not the usual ones: sums of equal description are of one kind."""
+        """Return the name and the options that differ from the defaults. Sums with equal descriptions may be added."""
         usual = inspect.signature(type(self)).parameters
         own = [(key, getattr(self, key)) for key in self.options]
         return ", ".join([self.name, *(f"{key}={value!r}" for key, value in own if value != usual[key].default)])
 
     def __repr__(self) -> str:
-        """The call that makes it: `Kron(damping='balanced')`."""
+        """Return the call that makes this structure: `Kron(damping='balanced')`."""
         return written(self, {key: getattr(self, key) for key in self.options})
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a structure of the same class with the same options."""
+        """Compare class and options."""
         if not isinstance(other, Structure):
             return NotImplemented
         mine, theirs = ([getattr(one, key) for key in one.options] for one in (self, other))
@@ -257,38 +267,38 @@ class Structure(Pass):
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """All forms of a prior precision that it takes."""
+        """Return all accepted forms of a prior precision."""
         return *self.prior_structures, *self.precision_forms
 
     def check(self, layout: Layout) -> None:
-        """Refuse options that have no meaning for these tensors."""
+        """Raise OptionError if an option has no meaning for these tensors."""
         return
 
     @property
     def adds(self) -> bool:
-        """Whether further data can be added to the sums."""
+        """Return whether more data can be added to the sums later."""
         return self.passes == 1
 
     def scaled(self, sums: Sums, scale: Tensor) -> Sums:
-        """The sums of s H; sums that are scaled and added are those of the data together."""
+        """Return the sums of s H. Scaled sums can be added to those of other data."""
         return {key: value * scale.to(value) for key, value in sums.items()}
 
     def indefinite(self) -> Structure:
-        """The same for an H that may have negative eigenvalues, as one has that data was taken out of."""
+        """Return the same structure for an H with negative eigenvalues, which removing data may cause."""
         other = copy.copy(self)
         other.semidefinite = False
         return other
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
-        """The next run over the data, given what those before have left; None once all is there."""
+        """Return the next run over the data, given the sums so far. None if the sums are complete."""
         return None
 
     def attach_points(self, forward: Forward, points: Any, engine: Engine, limit: int) -> Forward:
-        """A run at new inputs as this posterior sees it: one over functions looks at its own points, too."""
+        """Add the kept points to a run at new inputs. Only posteriors over functions keep any."""
         return forward
 
     def describe(self, sums: Sums, layout: Layout) -> list[Kept]:
-        """Describe what is kept of each tensor. Sums of all weights together count by each tensor's share of them."""
+        """Describe what is kept of each tensor. Sums over all weights count in proportion to the tensor's size."""
         parts: dict[str, Sums] = {name: {} for name in layout.names}
         whole: Sums = {}
         for key, value in sums.items():
@@ -308,41 +318,41 @@ class Structure(Pass):
         ]
 
     def form(self, own: Sums, whole: Sums) -> str:
-        """Say in a few words what is kept of a tensor with sums of its `own`, and of the `whole`."""
+        """Describe in a few words what is kept of a tensor, from its `own` sums and those of the `whole`."""
         return self.name
 
     def in_own_form(self, own: Sums) -> bool:
-        """Whether the sums of a tensor are in the form that the structure is named for."""
+        """Return whether a tensor's sums have the structure's own form, not a fallback form."""
         return True
 
     def notes(self, sums: Sums) -> Iterator[str]:
-        """What the user is warned of after a fit that left these sums."""
+        """Yield warnings for the user about a fit that made these sums."""
         yield from ()
 
     def spectrum(self, sums: Sums) -> Spectrum:
-        """Return the eigenvalues of the curvature of all weights together, where they are kept."""
+        """Return the kept eigenvalues of H over all weights. Raises UnsupportedError if there are none."""
         raise UnsupportedError(
-            f"{self.name} keeps no eigenvalues of all weights together; hessian_structure='lowrank' does."
+            f"{self.name} keeps no eigenvalues of all weights together. Fit with hessian_structure='lowrank' for them."
         )
 
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
-        """Bytes that a fit needs: for the sums, a batch's share of them, and their decomposition.
+        """Return the bytes that a fit needs: the sums, the contribution of a batch, and the decomposition.
 
-        A number for each weight, unless a structure says otherwise; more than there is free is refused before the fit.
+        A fit that needs more than is free is refused before it begins. The default is one number per weight for each.
         """
         return 3 * itemsize * layout.n_params
 
     def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
-        """How often a fit usually runs the network on each example, and how often it sends vectors back."""
+        """Return how often a fit usually runs the network on each example, and how often it sends vectors back."""
         return self.passes, self.passes
 
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
-        """Multiplications of a fit besides running the network: per example, and once for the decomposition.
+        """Return the multiplications of a fit besides running the network: per example, and once per fit.
 
-        One for each weight and vector, unless a structure says otherwise; `laplace.plan` estimates times by it.
+        `laplace.plan` estimates times from them. The default is one per weight and vector.
         """
         return vectors * layout.n_params, 0.0
 
     @abstractmethod
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Curvature:
-        """H from the sums, in `dtype`: eigendecompositions happen here, once per fit."""
+        """Return H in `dtype` from the sums. Eigendecompositions happen here, once per fit."""

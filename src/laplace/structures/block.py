@@ -1,4 +1,4 @@
-"""One block: what is kept of one parameter tensor's curvature, and the Gaussian of that tensor's weights."""
+"""Define a block: the curvature of one parameter tensor, and the Gaussian over its weights."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ class BlockGaussian(ABC):
     """N(0, precision^-1) over the p weights of one tensor.
 
     Attributes:
-        independent: whether its weights are.
+        independent: whether the weights are independent of each other.
     """
 
     independent: bool = False
 
     @abstractmethod
     def logdet(self) -> Tensor:
-        """log det of the precision, in float64."""
+        """Return log det of the precision, in float64."""
 
     @abstractmethod
     def color(self, eps: Tensor) -> Tensor:  # (S, p) -> (S, p)
-        """Standard normal noise turned into draws."""
+        """Turn standard normal noise into draws of this Gaussian."""
 
     @abstractmethod
     def marginal_variances(self) -> Tensor:  # (p,)
-        """The diagonal of the covariance."""
+        """Return the diagonal of the covariance."""
 
     @abstractmethod
     def quadratic(self, vector: Tensor) -> Tensor:  # (..., p) -> (...)
-        """vector^T precision vector."""
+        """Return vector^T precision vector."""
 
     @abstractmethod
     def precision_matrix(self) -> Tensor:  # (p, p)
-        """The precision, dense."""
+        """Return the precision as a dense matrix."""
 
     def as_diagonal(self) -> Tensor | None:  # (p,)
-        """Return the precision of each weight where the precision is diagonal; None where it is not."""
+        """Return the diagonal of the precision if the precision is diagonal, else None."""
         return None
 
     @abstractmethod
     def covariance_times(self, vectors: Tensor) -> Tensor:  # (M, p) -> (M, p)
-        """The covariance times each vector."""
+        """Return the covariance times each vector."""
 
     @abstractmethod
     def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
-        """Return what is asked for of J Sigma J^T with this block's Sigma: `asked.of(jacobian, spread)`."""
+        """Return the `asked` part of J Sigma J^T with this block's Sigma: `asked.of(jacobian, spread)`."""
 
     @abstractmethod
     def traces(self, each: bool) -> Traces:
-        """tr(Sigma) and ||Sigma||_F^2 of the block in float64.
+        """Return tr(Sigma) and ||Sigma||_F^2 of the block in float64.
 
-        Of `each` weight on request: Sigma_jj, and all Sigma_jl^2, or Sigma_jj^2 alone where Sigma is diagonal.
+        With `each`, return Sigma_jj and Sigma_jl^2 for all weights instead (Sigma_jj^2 if Sigma is diagonal).
         """
 
 
 class Block(ABC):
-    """The factorised curvature of one parameter tensor.
+    """Holds the factorised curvature of one parameter tensor.
 
     Attributes:
-        shape: of the tensor.
-        commutes: whether the prior enters as s H + D exactly.
+        shape: the shape of the tensor.
+        commutes: whether the precision is exactly s H + D.
     """
 
     shape: tuple[int, ...]
@@ -76,27 +76,27 @@ class Block(ABC):
 
     @property
     def clipped(self) -> Clipped:
-        """What its own decomposition, if it has one, set to zero."""
+        """Return which eigenvalues the block's own decomposition set to zero."""
         return Clipped()
 
     @property
     def blur(self) -> float:
-        """How large rounding of its sums may make an eigenvalue at s = 1 that is zero."""
+        """Return the value that rounding of the sums may give to a zero eigenvalue of H."""
         return 0.0
 
     @abstractmethod
     def gaussian(self, scale: Tensor, precision: Any) -> BlockGaussian:
-        """N(0, (s H + D)^-1) for a scalar or per-weight precision, or a matrix where the structure takes one."""
+        """Return N(0, (s H + D)^-1). D is a scalar, a vector, or a matrix if the structure accepts one."""
 
     @abstractmethod
     def matrix(self) -> Tensor:  # (p, p)
-        """H, dense."""
+        """Return H as a dense matrix."""
 
     def as_diagonal(self) -> Tensor | None:  # (p,)
-        """Return the diagonal of H where H is diagonal; None where it is not."""
+        """Return the diagonal of H if H is diagonal, else None."""
         return None
 
     def sweep(self, jacobian: JacobianOf, gaussians: Sequence[BlockGaussian]) -> Iterator[Tensor]:
-        """The output variances under many Gaussians of this block, (N, C) each."""
+        """Yield the output variances (N, C) under each of many Gaussians of this block."""
         for gaussian in gaussians:
             yield gaussian.outputs(jacobian, EACH_OUTPUT)

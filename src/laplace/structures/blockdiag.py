@@ -1,4 +1,4 @@
-"""Block-diagonal: the tensors' blocks side by side, each of its own kind, independent of each other."""
+"""Combine one block per tensor into a block-diagonal curvature. Blocks may be of different kinds."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from laplace.weights.layout import Layout
 
 
 class BlockDiagonal(Structure):
-    """A structure of independent blocks: says only what one block is."""
+    """Treats tensors as independent. A subclass only defines the block of one tensor."""
 
     @abstractmethod
     def block_sums(self, moments: MomentsOf) -> Contribution:
-        """What one batch adds to one tensor's sums."""
+        """Return what one batch adds to one tensor's sums."""
 
     @abstractmethod
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
-        """The factorised block of one tensor from its sums."""
+        """Return the factorised block of one tensor from its sums."""
 
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
-        """What one tensor takes: its sums, a batch's share of them, and their decomposition.
+        """Return the bytes for one tensor: its sums, the contribution of a batch, and the decomposition.
 
-        A number for each weight, unless a structure says otherwise.
+        The default is one number per weight for each.
         """
         return 3 * itemsize * moments.weights
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
-        """Multiplications for one tensor: per example, and once. One per weight and vector, unless said otherwise."""
+        """Return the multiplications for one tensor, per example and once. The default is one per weight and vector."""
         return vectors * moments.weights, 0.0
 
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
@@ -60,7 +60,7 @@ class BlockDiagonal(Structure):
 
 
 def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
-    """The sums of each tensor, without its name."""
+    """Group the sums by tensor, and remove its name from the keys."""
     parts: dict[str, Sums] = {name: {} for name in layout.names}
     for key, value in sums.items():
         name, _, kind = key.rpartition("/")
@@ -69,19 +69,19 @@ def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:
 
 
 def joined(diagonals: Iterable[Tensor | None]) -> Tensor | None:  # (p,) each -> (P,)
-    """Return the diagonals of all blocks as one; None where a block is not diagonal."""
+    """Return the diagonals of all blocks as one vector. None if a block is not diagonal."""
     found = list(diagonals)
     there = [diagonal for diagonal in found if diagonal is not None]
     return torch.cat(there) if len(there) == len(found) else None
 
 
 class BlockCurvature(Curvature):
-    """H of independent blocks.
+    """Holds H as independent blocks.
 
     Args:
-        blocks: one for each tensor, in the layout's order.
+        blocks: one block per tensor, in the order of the layout.
         layout: names, shapes and order of the tensors.
-        budget: the memory that may be taken: `structure.budget`.
+        budget: the memory that may be taken, usually `structure.budget`.
         of_factors: eigenvalues that were set to zero while the blocks were made.
     """
 
@@ -105,7 +105,7 @@ class BlockCurvature(Curvature):
         return BlockDiagonalGaussian([b.gaussian(scale, d) for b, d in pairs], self.layout, self.budget)
 
     def _say_what_is_blurred(self, scale: Tensor, precision: Sequence[Tensor | Kronecker]) -> None:
-        """Warn of a prior that is not far above the rounding of sums in float32; once."""
+        """Warn, once, if the prior precision is not far above the rounding errors of float32 sums."""
         blocks = [(name, b.blur, d) for name, b, d in zip(self.layout.names, self.blocks, precision, strict=True)]
         needed = {name: float(scale.detach()) * blur / TOLERATED for name, blur, _ in blocks if blur}
         lost = [name for name, blur, d in blocks if blur and _smallest(d) < needed[name]]
@@ -114,8 +114,8 @@ class BlockCurvature(Curvature):
             worst = max(lost, key=needed.__getitem__)
             warn(
                 f"sums of {worst!r} are products in float32, whose rounding is more than {TOLERATED:.0%} of a prior "
-                f"precision below {needed[worst]:.2g}: variances in directions that the data says little about, and "
-                f"the evidence, may be off by more than that ({len(lost)} of {len(blocks)} tensors). Raise the prior "
+                f"precision below {needed[worst]:.2g}. The evidence, and variances in directions that the data says "
+                f"little about, may be wrong by more than that ({len(lost)} of {len(blocks)} tensors). Raise the prior "
                 "precision, or fit with model.double()."
             )
 
@@ -133,7 +133,7 @@ class BlockCurvature(Curvature):
 
 
 def _smallest(precision: Tensor | Kronecker) -> float:
-    """The smallest eigenvalue of a tensor's prior precision."""
+    """Return the smallest eigenvalue of a tensor's prior precision."""
     if isinstance(precision, Kronecker):
         sides = [torch.linalg.eigvalsh(side)[0] for side in (precision.left, precision.right)]
         return float(precision.strength.detach() * sides[0] * sides[1])
@@ -142,7 +142,7 @@ def _smallest(precision: Tensor | Kronecker) -> float:
 
 
 class BlockDiagonalGaussian(Gaussian):
-    """Independent Gaussians, one per tensor."""
+    """Holds one independent Gaussian per tensor."""
 
     blockwise = True
 
@@ -206,9 +206,10 @@ class BlockDiagonalGaussian(Gaussian):
 
 
 class Eigh:
-    """Eigendecomposition of positive semi-definite matrices; equal ones (a layer's weight and bias) only once.
+    """Computes eigendecompositions of positive semi-definite matrices, once for equal matrices.
 
-    With `ties`, for those who keep more in the eigenbasis than the eigenvalues: rounding does not choose it.
+    A layer's weight and bias have equal factors. With `ties`, a fixed rule chooses the eigenvectors of equal
+    eigenvalues, so that rounding does not. Callers need it if they store more than eigenvalues in the eigenbasis.
     """
 
     def __init__(self, dtype: torch.dtype, ties: bool = False) -> None:
@@ -227,7 +228,7 @@ class Eigh:
         return result
 
     def found(self, vectors: Tensor) -> Basis:
-        """Eigenvectors that were found earlier as a basis; equal ones as one and the same."""
+        """Return stored eigenvectors as a basis. Equal eigenvectors give the same object."""
         for other in self.bases:
             if other.vectors.shape == vectors.shape and torch.equal(other.vectors, vectors):
                 return other

@@ -1,7 +1,7 @@
-"""Dense blocks: H of each parameter tensor exactly, nothing between tensors.
+"""Keep a dense block per tensor: the exact H of its weights, and nothing between tensors.
 
-A block is the full curvature of its tensor alone, and its algebra is that of `full`: one eigendecomposition for all
-scalar priors, one factorisation for each other.
+A block reuses the algebra of `full` on one tensor: one eigendecomposition serves all scalar priors, any other prior
+takes one factorisation.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from laplace.structures.blockdiag import BlockDiagonal, Eigh
 from laplace.structures.full import FullCurvature
 from laplace.weights.layout import Layout
 
-DENSE = ({"diag": "p"}, {"H": "pp"})  # the forms of a tensor that is kept densely, or as its diagonal if it is large
+DENSE = ({"diag": "p"}, {"H": "pp"})  # a tensor is kept densely, or as its diagonal if it is large
 
 
 class Dense(BlockDiagonal):
-    """Keep the p x p block of every tensor."""
+    """Keeps the p x p block of every tensor."""
 
     name = "block"
     precision_forms = ("dense", "kron")
@@ -48,29 +48,29 @@ class Dense(BlockDiagonal):
 
 
 def dense_work(moments: MomentsOf, vectors: int) -> tuple[float, float]:
-    """Multiplications for a dense block: per example, and once for its decomposition."""
+    """Return the multiplications for a dense block: per example, and once for its decomposition."""
     p, t = moments.weights, moments.positions
     return vectors * p * (SYMMETRIC * p + (t if t > 1 else 1)), EIGH * p**3
 
 
 def dense_bytes(weights: int) -> int:
-    """What a dense block takes: in float64, with a batch's share and its decomposition."""
+    """Return the bytes of a dense block in float64, with a batch's contribution and the decomposition."""
     return 3 * 8 * weights**2
 
 
 def dense_form(own: Sums) -> str:
-    """Say how large a dense block is."""
+    """Describe a dense block by its size."""
     return f"dense {own['H'].shape[-1]}"
 
 
 class DenseBlock(Block):
-    """H of one tensor.
+    """Holds the dense H of one tensor.
 
     Args:
-        h: (p, p).
-        shape: of the tensor.
-        dtype: of the posterior; decompositions are in float64.
-        semidefinite: whether eigenvalues below zero are rounding.
+        h: H, (p, p).
+        shape: the shape of the tensor.
+        dtype: the dtype of the posterior. Decompositions are in float64.
+        semidefinite: whether negative eigenvalues are rounding errors.
     """
 
     def __init__(self, h: Tensor, shape: tuple[int, ...], dtype: torch.dtype, semidefinite: bool = True) -> None:
@@ -92,7 +92,7 @@ class DenseBlock(Block):
 
 
 class DenseGaussian(BlockGaussian):
-    """A Gaussian over all weights there are, where these are one tensor's."""
+    """Uses a Gaussian over all weights for the weights of one tensor."""
 
     def __init__(self, whole: Gaussian) -> None:
         self.whole = whole

@@ -1,4 +1,4 @@
-"""Diagonal: of the whole curvature only sum of G^2, one number per weight."""
+"""Keep only the diagonal of the curvature: the sum of G^2, one number per weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from laplace.structures.blockdiag import BlockDiagonal, Eigh
 
 
 class Diag(BlockDiagonal):
-    """Keep the diagonal."""
+    """Keeps the diagonal of H."""
 
     name = "diag"
     forms = Forms(({"diag": "p"},))
@@ -32,11 +32,11 @@ class Diag(BlockDiagonal):
 
 
 class DiagBlock(Block):
-    """diag(H) of one parameter tensor.
+    """Holds diag(H) of one parameter tensor.
 
     Args:
-        diagonal: (p,).
-        shape: of the tensor.
+        diagonal: diag(H), (p,).
+        shape: the shape of the tensor.
     """
 
     def __init__(self, diagonal: Tensor, shape: tuple[int, ...]) -> None:
@@ -45,8 +45,8 @@ class DiagBlock(Block):
     def gaussian(self, scale: Tensor, precision: Tensor | Kronecker) -> DiagGaussian:
         if isinstance(precision, Kronecker) or precision.dim() == 2:
             raise UnsupportedError(
-                f"a tensor of shape {self.shape} is kept as its diagonal, which has no form for a prior precision that "
-                "is a matrix. Take hessian_structure='full' or 'block', or no matrix for this tensor."
+                f"a tensor of shape {self.shape} is kept as its diagonal, and a prior precision that is a matrix "
+                "cannot be added to that. Take hessian_structure='full' or 'block', or no matrix for this tensor."
             )
         total = scale * self.diagonal + precision
         check_positive(total)
@@ -60,7 +60,7 @@ class DiagBlock(Block):
 
 
 class DiagGaussian(BlockGaussian):
-    """Independent weights."""
+    """Treats all weights of a tensor as independent."""
 
     independent = True
 

@@ -1,7 +1,8 @@
-"""Kronecker eigenbasis with eigenvalues of its own: H = (Q_B (x) Q_A) diag(E) (Q_B (x) Q_A)^T.
+"""Keep exact variances in the Kronecker eigenbasis: H = (Q_B (x) Q_A) diag(E) (Q_B (x) Q_A)^T.
 
-Q_A and Q_B are those of `kron`; a second run over the data finds E[o, i] = sum over examples and vectors of
-(Q_B^T G Q_A)[o, i]^2, the exact block's diagonal in that basis: its trace, and the nearest block to it of this form.
+Q_A and Q_B are the eigenvectors of the factors of `kron`. A second run over the data finds E[o, i] = sum over examples
+and vectors of (Q_B^T G Q_A)[o, i]^2, the diagonal of the exact block in that basis. So the trace is exact, and no other
+E gives a block that is nearer to the exact one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EIGENBASIS = tuple(
 
 
 class Ekfac(Kron):
-    """Keep the eigenbasis of kron, with exact variances along it; dense or diagonal where kron is.
+    """Keeps the eigenbasis of `kron`, with exact variances along it. Dense or diagonal blocks stay as in `kron`.
 
     Args:
         weight_sharing: for weights used at many positions: 'expand' or 'reduce'.
@@ -53,7 +54,7 @@ class Ekfac(Kron):
         return self.rotated(bases) if bases else None
 
     def rotated(self, bases: dict[str, KronBlock]) -> Rotated:
-        """The run over the data in these bases."""
+        """Return the second run over the data, in these bases."""
         return Rotated(bases)
 
     def form(self, own: Sums, whole: Sums) -> str:
@@ -82,7 +83,7 @@ class Ekfac(Kron):
 
 
 class Rotated(Pass):
-    """Squared gradients in the bases of some tensors; the bases stay in the sums, since eigh differs elsewhere."""
+    """Sums squared gradients in the bases. The sums keep the bases, because eigh differs between machines."""
 
     def __init__(self, bases: dict[str, KronBlock]) -> None:
         self.bases = bases
@@ -101,17 +102,17 @@ class Rotated(Pass):
         return others
 
     def block_sums(self, moments: MomentsOf, block: KronBlock) -> Contribution:
-        """What one batch adds to one tensor's sums."""
+        """Return what one batch adds to one tensor's sums."""
         return {"E": moments.squares_in(block.left, block.right)}
 
     def kept(self, name: str, found: Sums, block: KronBlock) -> Sums:
-        """What stays of one tensor's sums and bases."""
+        """Return the sums and bases of one tensor that are kept."""
         bases = {"left": block.left, "right": block.right}
         return {key: basis.vectors for key, basis in bases.items() if basis is not None} | found
 
 
 class EkfacBlock(EigenbasisBlock):
-    """Bases and eigenvalues of one parameter tensor."""
+    """Holds bases and eigenvalues of one parameter tensor."""
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> None:
         self.shape = shape
@@ -120,7 +121,7 @@ class EkfacBlock(EigenbasisBlock):
 
     @cached_property
     def blur(self) -> float:  # type: ignore[override]
-        """Along the basis nothing is rounded much; but which directions small eigenvalues have is."""
+        """Return the rounding of small eigenvalues: E itself is accurate, but the directions of small ones are not."""
         largest = self.e.max()
         sides = [self.e.amax(2), self.e.amax(1)]  # (Gr, O), (Gr, I)
         return max(blurred(side) for side in sides) * float(largest)

@@ -1,6 +1,6 @@
-"""Full: H = sum over n of J_n^T Lambda_n J_n, all weights together.
+"""Keep the full matrix H = sum over n of J_n^T Lambda_n J_n of all weights together.
 
-With one prior precision for all weights the eigenbasis of H serves every prior; any other prior is a Cholesky
+If all weights share one prior precision, the eigenbasis of H serves every value of it. Any other prior takes a Cholesky
 factorisation of s H + D.
 """
 
@@ -21,7 +21,7 @@ from laplace.weights.layout import Layout
 
 
 class Full(Structure):
-    """Keep the whole P x P matrix."""
+    """Keeps the whole P x P matrix."""
 
     name = "full"
     precision_forms = ("dense", "kron", "whole")
@@ -43,7 +43,7 @@ class Full(Structure):
 
 
 class FullCurvature(Curvature):
-    """H and, once asked for, its eigendecomposition."""
+    """Holds H, and its eigendecomposition once it is needed."""
 
     def __init__(self, h: Tensor, layout: Layout, dtype: torch.dtype, semidefinite: bool) -> None:
         self.h, self.layout, self.dtype = (h + h.T) / 2, layout, dtype  # h in float64
@@ -51,7 +51,7 @@ class FullCurvature(Curvature):
 
     @cached_property
     def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
-        """Eigenvalues, not below zero, and eigenvectors of H; in float64, whose rounding is far below any prior."""
+        """Return eigenvalues and eigenvectors of H. Computed in float64, whose rounding is far below any prior."""
         values, vectors = spectrum(self.h)
         values, clipped = clip(values, self.dtype) if self.semidefinite else (values, Clipped())
         return values.to(self.dtype), vectors.to(self.dtype), clipped
@@ -74,7 +74,7 @@ class FullCurvature(Curvature):
         return CholeskyGaussian(scale.to(self.h) * self.h + diagonal.to(self.h).diag(), self.layout, self.dtype)
 
     def _written(self, precision: Sequence[Tensor | Kronecker]) -> Tensor:  # (P, P)
-        """Write out a prior precision of which some blocks are matrices; one matrix may be of all weights."""
+        """Return the prior precision as a dense matrix, from blocks per tensor or one block for all weights."""
         sizes = self.layout.sizes if len(precision) == len(self.layout.names) else [self.layout.n_params]
         blocks = [d.matrix() if isinstance(d, Kronecker) else d for d in precision]
         pairs = zip(blocks, sizes, strict=True)
@@ -87,24 +87,24 @@ class FullCurvature(Curvature):
 
     def sweep(self, jacobian: Jacobian, gaussians: Sequence[Gaussian]) -> Iterator[Tensor]:
         spectral = [g for g in gaussians if isinstance(g, SpectralGaussian) and g.vectors is self.eigh[1]]
-        if len(spectral) < len(gaussians) or not spectral:  # after earlier tasks, each s has a basis of its own
+        if len(spectral) < len(gaussians) or not spectral:  # after earlier tasks, each s has its own basis
             yield from super().sweep(jacobian, gaussians)
             return
         yield from jacobian.variance_in(self.eigh[1], torch.stack([g.eigenvalues.reciprocal() for g in spectral]))
 
 
 class _Dense(Gaussian):
-    """What both forms share: everything that goes through a root of the covariance, computed once."""
+    """Computes everything that needs a root of the covariance. The root is computed once."""
 
     layout: Layout
 
     @abstractmethod
     def root(self) -> Tensor:  # (P, P)
-        """R with R R^T the covariance."""
+        """Return R with R R^T = covariance."""
 
     @cached_property
     def sigma(self) -> Covariance:
-        """The covariance."""
+        """Return the covariance."""
         return Covariance(self.root())
 
     def marginal_variances(self) -> Tensor:
@@ -144,7 +144,7 @@ class _Dense(Gaussian):
 
 
 class SpectralGaussian(_Dense):
-    """Covariance Q diag(1 / eigenvalues) Q^T."""
+    """Has the covariance Q diag(1 / eigenvalues) Q^T."""
 
     def __init__(self, eigenvalues: Tensor, vectors: Tensor, layout: Layout) -> None:
         self.eigenvalues, self.vectors, self.layout = eigenvalues, vectors, layout
@@ -153,7 +153,7 @@ class SpectralGaussian(_Dense):
         return self.eigenvalues.double().log().sum()
 
     def color(self, eps: Tensor) -> Tensor:
-        return ((eps @ self.vectors) * self.eigenvalues.rsqrt()) @ self.vectors.T  # whatever basis eigh chose
+        return ((eps @ self.vectors) * self.eigenvalues.rsqrt()) @ self.vectors.T  # the same in any basis of eigh
 
     def quadratic(self, vector: Tensor) -> Tensor:
         return ((vector @ self.vectors).square() * self.eigenvalues).sum(-1)
@@ -175,7 +175,7 @@ class SpectralGaussian(_Dense):
 
 
 class CholeskyGaussian(_Dense):
-    """Precision L L^T, factorised in float64."""
+    """Has the precision L L^T, factorised in float64."""
 
     def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         self.precision, self.layout, self.dtype = precision, layout, dtype

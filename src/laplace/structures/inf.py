@@ -1,9 +1,11 @@
-"""Low rank plus diagonal per block: the k largest of ekfac's eigenpairs, and a diagonal that makes the block's exact.
+"""Keep a low rank plus a diagonal per block: the k largest eigenpairs of `ekfac`, and the exact diagonal.
 
-F_k = sum over the k largest E[o, i] of E (q_B[o] (x) q_A[i]) (...)^T and D = diag(F) - diag(F_k), diag(F) exact (Lee et
-al. 2020). Where D would be negative the rows of the low-rank part shrink by r_j = sqrt(F_jj / F_k,jj) instead, and D is
-0 there: the diagonal stays exact and the block positive semi-definite. The precision is diag(s D + delta) + s R F_k R:
-Woodbury with Kronecker columns, and never a dense block; a prior costs p k^2.
+F_k = sum over the k largest E[o, i] of E (q_B[o] (x) q_A[i]) (...)^T and D = diag(F) - diag(F_k) with the exact diag(F)
+(Lee et al. 2020). If D_j would be negative, row j of the low-rank part is multiplied by r_j = sqrt(F_jj / F_k,jj), and
+D_j is 0. So the diagonal stays exact and the block positive semi-definite.
+
+The precision is diag(s D + delta) + s R F_k R. The Woodbury identity is used with Kronecker columns, and no dense block
+is formed. A new prior costs p k^2.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from laplace.structures.kron import KronBlock
 from laplace.weights.layout import Layout
 
 DEFAULT_RANK = 100
-_ROUNDED = 32  # roundings of the exact diagonal that its difference to the eigenpairs' is
-_CHUNK = 2**19  # numbers of the low-rank columns written out at a time
-_ALONG = 2**23  # numbers of outputs along them: for each such chunk of examples, all columns are written out again
+_ROUNDED = 32  # a difference D_j of up to so many roundings of F_jj counts as zero
+_CHUNK = 2**19  # numbers in the low-rank columns that are written out at a time
+_ALONG = 2**23  # numbers in J u for all columns u. Each chunk of examples writes out all columns again
 
 
 class Inf(Ekfac):
-    """Keep some Kronecker eigenvectors and the exact diagonal of every tensor; dense or diagonal where kron is.
+    """Keeps some Kronecker eigenvectors and the exact diagonal. Dense or diagonal blocks stay as in `kron`.
 
     Args:
-        rank: how many eigenpairs a block keeps (all of its own where it has fewer), or, as a float up to 1, the share
-            of the trace that they are to have. None is 100.
+        rank: how many eigenpairs a block keeps, or all if it has fewer. A float up to 1 is the share of the trace that
+            the kept eigenpairs must reach. None means 100.
         weight_sharing: for weights used at many positions: 'expand' or 'reduce'.
 
     Raises:
@@ -82,7 +84,7 @@ class Inf(Ekfac):
             return super().block_bytes(moments, itemsize)
         diagonal, (groups, o, i) = 3 * 8 * moments.weights, moments.factors
         rank = DEFAULT_RANK if self.rank is None else self.rank
-        k = min(rank, moments.weights) if isinstance(rank, int) else 0  # of a share: known once E is
+        k = min(rank, moments.weights) if isinstance(rank, int) else 0  # for a share, k is known after the fit
         return super().block_bytes(moments, itemsize) + diagonal + _rank_bytes(k, groups * (o + i))
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
@@ -90,7 +92,7 @@ class Inf(Ekfac):
 
 
 class Largest(Rotated):
-    """The second run: E, of which the largest stay, and the exact diagonal."""
+    """Sums E and the exact diagonal in the second run, and keeps the largest entries of E."""
 
     def __init__(self, bases: dict[str, KronBlock], rank: int | float, budget: Budget) -> None:
         super().__init__(bases)
@@ -115,7 +117,7 @@ class Largest(Rotated):
         return {"left": left, "right": right, "values": values[:k], "F": found["F"]}
 
     def _enough(self, values: Tensor) -> int:
-        """How many of the sorted eigenvalues are kept."""
+        """Return how many of the sorted eigenvalues are kept."""
         if isinstance(self.rank, int):
             return self.rank
         share = values.double().cumsum(0)
@@ -123,7 +125,7 @@ class Largest(Rotated):
 
 
 class InfBlock(Block):
-    """Low rank and diagonal of one parameter tensor."""
+    """Holds the low rank and the diagonal of one parameter tensor."""
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape = shape
@@ -132,7 +134,7 @@ class InfBlock(Block):
         exact = exact.clamp(min=0)
         rest = exact - low
         shrink = torch.where(rest < 0, (exact / low).sqrt(), 1.0)
-        rounding = _ROUNDED * torch.finfo(dtype).eps * exact  # a bias, say, has no rest: what is left of it is rounding
+        rounding = _ROUNDED * torch.finfo(dtype).eps * exact  # a bias has D = 0: the rest is rounding
         self.rest, self.values = torch.where(rest > rounding, rest, 0.0).to(dtype), values.to(dtype)
         self.columns = KroneckerColumns(left.to(dtype), right.to(dtype), shrink.to(dtype))
 
@@ -146,7 +148,7 @@ class InfBlock(Block):
 
 
 class InfGaussian(DiagonalPlusLowRank, BlockGaussian):
-    """Precision diag(s D + delta) + s R F_k R."""
+    """Has the precision diag(s D + delta) + s R F_k R."""
 
     u: KroneckerColumns
 
@@ -176,7 +178,7 @@ class InfGaussian(DiagonalPlusLowRank, BlockGaussian):
 
 @dataclass(frozen=True)
 class KroneckerColumns:
-    """The columns r * (q_B (x) q_A), written out in pieces."""
+    """Holds the columns r * (q_B (x) q_A), and writes them out in pieces."""
 
     left: Tensor  # (Gr, O, k)
     right: Tensor  # (Gr, I, k)
@@ -184,7 +186,7 @@ class KroneckerColumns:
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """Gr, O and I."""
+        """Return Gr, O and I."""
         return self.left.shape[0], self.left.shape[1], self.right.shape[1]
 
     @property
@@ -203,7 +205,7 @@ class KroneckerColumns:
                 yield part, rows * self.shrink[part].unsqueeze(1)
 
     def columns(self) -> Iterator[Tensor]:
-        """All columns in their order, some at a time, (c, p)."""
+        """Yield all columns in order, some at a time, (c, p)."""
         p, k = self.shape
         step = max(1, _CHUNK // p)
         for start in range(0, k, step):
@@ -213,12 +215,12 @@ class KroneckerColumns:
 
 
 def _chosen(basis: Basis | None, group: Tensor, index: Tensor, side: int) -> Tensor:  # (k, side)
-    """Some vectors of the groups' bases."""
+    """Return the chosen vectors of the groups' bases."""
     return one_hot(index, side) if basis is None else basis.vectors[group, :, index]
 
 
 def _rank_bytes(k: int, sides: int) -> int:
-    """What k columns take, with the k x k matrices of a prior."""
+    """Return the bytes of k columns and of the k x k matrices of a prior."""
     return 8 * (3 * k * sides + 5 * k**2)
 
 

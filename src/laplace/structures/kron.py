@@ -1,14 +1,16 @@
-"""Kronecker factors: H = B (x) A with A = mean of a a^T and B = sum of g g^T, kept in their eigenbases.
+"""Keep two Kronecker factors per tensor: H = B (x) A with A = mean of a a^T and B = sum of g g^T.
 
-Where a weight's rows are its inputs (G = sum of a g^T), H = A (x) B. Of a table whose rows are looked up, A is kept as
-its diagonal, and so is B of a layer with many outputs; their eigenbasis is that of unit vectors (None).
+Both factors are kept in their eigenbases. If the rows of a weight are its inputs (G = sum of a g^T), H = A (x) B. Two
+factors are kept as their diagonal, with the unit vectors (None) as eigenbasis: A of an embedding table, and B of a
+layer with many outputs.
 
-The prior is added exactly, in the eigenbasis: eigenvalues s beta_o alpha_i + delta. With `damping=True` it is split
-over the factors as in the paper, (s B + sqrt(delta) I) (x) (A + sqrt(delta) I); `damping='balanced'` divides and
-multiplies the two roots by pi, pi^2 = mean(alpha) / mean(s beta), which keeps the split close to the exact one.
+The prior is added exactly, in the eigenbasis: the eigenvalues are s beta_o alpha_i + delta. With `damping=True` it is
+split over the factors as in the paper, (s B + sqrt(delta) I) (x) (A + sqrt(delta) I). `damping='balanced'` divides the
+first root by pi and multiplies the second by pi, pi^2 = mean(alpha) / mean(s beta), which is closer to the exact sum.
 
-A prior precision d K_B (x) K_A is added exactly, too. With K = L L^T of each side, B' = L_B^-1 B L_B^-T = U diag(b) U^T
-and A' = V diag(a) V^T the same way, the covariance is W diag(1 / (s b a + d)) W^T in W = L_B^-T U (x) L_A^-T V.
+A Kronecker prior precision d K_B (x) K_A is added exactly, too. Let K = L L^T on each side, B' = L_B^-1 B L_B^-T =
+U diag(b) U^T, and A' = V diag(a) V^T in the same way. Then the covariance is W diag(1 / (s b a + d)) W^T with
+W = L_B^-T U (x) L_A^-T V.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from laplace.structures.blockdiag import BlockDiagonal, Eigh
 from laplace.structures.dense import DENSE, DenseBlock, dense_bytes, dense_form, dense_work
 from laplace.structures.diag import DiagBlock
 
-DENSE_LIMIT = 1024  # weights up to which a tensor without a Kronecker form gets a dense block; beyond, a diagonal
-WIDE = 8192  # outputs of a layer (a vocabulary) above which B is its diagonal
+DENSE_LIMIT = 1024  # a tensor without a Kronecker form gets a dense block up to so many weights, else a diagonal
+WIDE = 8192  # if a layer has more outputs (a vocabulary), only the diagonal of B is kept
 DAMPINGS = (False, True, "balanced")
 SHARINGS = ("expand", "reduce")
 
@@ -48,11 +50,13 @@ _FACTORS = tuple(
 
 
 class Kron(BlockDiagonal):
-    """Keep a Kronecker-factored block per tensor; dense or diagonal where its gradients are no outer products.
+    """Keeps a Kronecker-factored block per tensor.
+
+    Tensors whose gradients are not sums of outer products get a dense or a diagonal block.
 
     Args:
-        damping: True splits the prior over the two factors as in the paper, 'balanced' splits it well; False adds the
-            prior exactly.
+        damping: False adds the prior exactly. True splits it over the two factors as in the paper, 'balanced' splits
+            it in proportion to the factors' sizes, which is closer to the exact sum.
         weight_sharing: for weights used at many positions: 'expand' or 'reduce'.
 
     Raises:
@@ -95,13 +99,14 @@ class Kron(BlockDiagonal):
         return sums
 
     def scaled(self, sums: Sums, scale: Tensor) -> Sums:
-        means = ("A", "A_left", "count")  # the scale belongs to the other factor
+        means = ("A", "A_left", "count")  # A is a mean: only B is scaled
         return {k: v if k.rpartition("/")[2] in means else v * scale.to(v) for k, v in sums.items()}
 
     def indefinite(self) -> Kron:
         raise NumericalError(
-            "the Kronecker factors would have negative eigenvalues, and so might the precision: not all of what is "
-            "taken out was in. Take hessian_structure='full', 'block' or 'diag', whose differences are exact."
+            "some of the data that is taken out was not in the fit: the Kronecker factors would have negative "
+            "eigenvalues, and the precision might, too. Take hessian_structure='full', 'block' or 'diag', whose "
+            "differences are exact."
         )
 
     def block_bytes(self, moments: MomentsOf, itemsize: int) -> int:
@@ -136,8 +141,8 @@ class Kron(BlockDiagonal):
         if wide:
             named = ", ".join(f"{name} ({o:,} outputs)" for name, o in wide.items())
             yield (
-                f"of {named} the output factor B is kept as its diagonal: above {WIDE:,} outputs it is too large a "
-                "matrix. Outputs are independent of each other there. See la.coverage()."
+                f"only the diagonal of the output factor B is kept for {named}: above {WIDE:,} outputs the matrix is "
+                "too large. Weights of different outputs are independent there. See la.coverage()."
             )
 
     def block(self, sums: Sums, shape: tuple[int, ...], eigh: Eigh) -> Block:
@@ -149,34 +154,34 @@ class Kron(BlockDiagonal):
 
 
 def _kept_sides(own: Sums) -> tuple[int, int, int]:
-    """Groups, rows and columns of a tensor from its Kronecker factors."""
+    """Return groups, rows and columns of a tensor from its Kronecker factors."""
     b, a = own["b" if "b" in own else "B"], own["A_left" if "A_left" in own else "A"]
     o, i = b.shape[-1], a.shape[-1]
     return (b.shape[0], i, o) if "A_left" in own else (b.shape[0], o, i)
 
 
 def _sides(moments: MomentsOf) -> tuple[int, int, int]:
-    """Groups, and the sides of B and A."""
+    """Return the number of groups, and the sides of B and A."""
     groups, o, i = moments.factors
     return (groups, i, o) if moments.inputs_left else (groups, o, i)
 
 
 class EigenbasisBlock(Block):
-    """A block that is diagonal in a Kronecker product of two bases, O x I for each group (a bias is O x 1)."""
+    """Holds a block that is diagonal in a Kronecker product of two bases, O x I per group (a bias is O x 1)."""
 
     left: Basis | None  # (Gr, O, O)
     right: Basis | None  # (Gr, I, I)
-    like: Tensor  # of its dtype and device
+    like: Tensor  # a tensor with the dtype and device of the block
 
     @abstractmethod
     def eigenvalues(self, scale: Tensor, delta: Tensor) -> Tensor:  # (Gr, O, I)
-        """The precision's eigenvalues in the basis left (x) right."""
+        """Return the eigenvalues of the precision in the basis left (x) right."""
 
     def gaussian(self, scale: Tensor, precision: Tensor | Kronecker) -> KronGaussian:
         if isinstance(precision, Kronecker):
             raise UnsupportedError(
-                "eigenvalues of its own in the basis of the factors have no form for a Kronecker prior precision. Take "
-                "hessian_structure='kron', 'full' or 'block'."
+                "a Kronecker prior precision cannot be added to eigenvalues that are kept in the basis of the factors. "
+                "Take hessian_structure='kron', 'full' or 'block'."
             )
         if precision.numel() != 1:
             raise OptionError(
@@ -193,7 +198,7 @@ class EigenbasisBlock(Block):
 
 
 class KronBlock(EigenbasisBlock):
-    """The two factors of one parameter tensor (a bias has A = 1)."""
+    """Holds the two factors of one parameter tensor (a bias has A = 1)."""
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
@@ -221,10 +226,10 @@ class KronBlock(EigenbasisBlock):
         return WhitenedGaussian(eigenvalues, self._whitened)
 
     def factors(self) -> tuple[Tensor, Tensor]:  # (O, O), (I, I)
-        """The two factors in float64, that of the tensor's rows first."""
+        """Return the two factors in float64, the factor of the tensor's rows first."""
         if self.beta.shape[0] != 1:
             raise UnsupportedError(
-                f"a Kronecker prior precision of a tensor with {self.beta.shape[0]} groups is not there. Take "
+                f"a Kronecker prior precision is not supported for a tensor with {self.beta.shape[0]} groups. Take "
                 "hessian_structure='full' or 'block', or no matrix for this tensor."
             )
         sides = (self.alpha, self.beta) if self.inputs_left else (self.beta, self.alpha)
@@ -251,26 +256,26 @@ class KronBlock(EigenbasisBlock):
 
 
 class KronGaussian(BlockGaussian):
-    """Covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T with R = 1 / eigenvalues."""
+    """Has the covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T with R = 1 / eigenvalues."""
 
     def __init__(self, eigenvalues: Tensor, block: EigenbasisBlock) -> None:
         self.eigenvalues, self.block = eigenvalues, block
 
     @cached_property
     def variances(self) -> Tensor:  # (Gr, O, I)
-        """R, the covariance's eigenvalues."""
+        """Return R, the eigenvalues of the covariance."""
         return self.eigenvalues.reciprocal()
 
     @cached_property
     def spread(self) -> KroneckerCovariance:
-        """The covariance as a Jacobian asks for it."""
+        """Return the covariance in the form that Jacobians accept."""
         return KroneckerCovariance(self.variances, self.block.left, self.block.right)
 
     def logdet(self) -> Tensor:
         return self.eigenvalues.double().log().sum()
 
     def color(self, eps: Tensor) -> Tensor:
-        return self._out(self._into(eps) * self.variances.sqrt())  # whatever basis eigh chose
+        return self._out(self._into(eps) * self.variances.sqrt())  # the same in any basis of eigh
 
     def marginal_variances(self) -> Tensor:
         left, right = self.block.left, self.block.right
@@ -310,7 +315,7 @@ class KronGaussian(BlockGaussian):
 
 
 class Whitened(EigenbasisBlock):
-    """A block in the bases W = L^-T U of each side, in which both H and the prior K are diagonal; K is 1 there."""
+    """Holds a block in bases W = L^-T U, one per side. There H is diagonal and the prior K is the identity."""
 
     def __init__(self, block: KronBlock, precision: Kronecker) -> None:
         self.shape, self.like, self.prior = block.shape, block.like, precision
@@ -330,7 +335,7 @@ class Whitened(EigenbasisBlock):
         self.logdet = replace(precision, strength=torch.ones_like(precision.strength)).logdet()
 
     def of(self, precision: Kronecker) -> bool:
-        """Whether it was made for the factors of this prior."""
+        """Return whether these bases were made for the factors of this prior."""
         pairs = ((self.prior.left, precision.left), (self.prior.right, precision.right))
         return all(a is b or torch.equal(a, b) for a, b in pairs)
 
@@ -339,7 +344,7 @@ class Whitened(EigenbasisBlock):
 
 
 class WhitenedGaussian(KronGaussian):
-    """Covariance W diag(R) W^T with bases W that are not orthogonal."""
+    """Has the covariance W diag(R) W^T with bases W that are not orthogonal."""
 
     block: Whitened
 
@@ -349,7 +354,7 @@ class WhitenedGaussian(KronGaussian):
     def color(self, eps: Tensor) -> Tensor:
         left, right = self.block.turns
         turned = rotate_left(rotate_right(eps.unflatten(-1, self.eigenvalues.shape), right), left)
-        return self._out(turned * self.variances.sqrt())  # whatever basis eigh chose
+        return self._out(turned * self.variances.sqrt())  # the same in any basis of eigh
 
     def quadratic(self, vector: Tensor) -> Tensor:
         left, right = self.block.inverses
@@ -366,7 +371,7 @@ class WhitenedGaussian(KronGaussian):
 
 
 def _written(basis: Basis | None, side: int, like: Tensor) -> Tensor:  # (Gr, side, side)
-    """The vectors of a basis, those of unit vectors included."""
+    """Return the vectors of a basis as a matrix. None stands for the unit vectors."""
     if basis is not None:
         return basis.vectors
     return torch.eye(side, dtype=like.dtype, device=like.device).expand(like.shape[0], side, side)

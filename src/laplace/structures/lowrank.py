@@ -1,7 +1,7 @@
-"""Low rank: the largest eigenvalues of the curvature of all weights together, H ~ U diag(l) U^T, without H.
+"""Keep the largest eigenpairs of the curvature of all weights together, H ~ U diag(l) U^T. H itself is never formed.
 
-The eigenpairs are found by block Krylov iteration, a run over the data for each block of products with H, until the
-residuals of those that are kept are small.
+Block Krylov iteration finds the eigenpairs. Each run over the data multiplies one block of vectors by H. The runs stop
+when the residuals of the kept pairs are small.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from laplace.structures.base import Contribution, Forms, Pass, Structure, Sums
 from laplace.structures.lowrank_gaussian import LowRankCurvature
 from laplace.weights.layout import Layout
 
-RANK = 20  # where neither rank nor tol is given
-DIRECT = 256  # weights up to which all of H is taken
+RANK = 20  # the default if neither rank nor tol is given
+DIRECT = 256  # up to so many weights, one run multiplies H by all unit vectors
 MOST_PASSES = 30
-_USUAL = 4  # runs over the data that a fit usually takes, for its preview
-_BLOCKS = 6  # of which the basis consists before it is restarted
-_SMALL = {torch.float64: 1e-6, torch.float32: 1e-5}  # residual over largest eigenvalue at which a pair is found
+_USUAL = 4  # runs over the data that a fit usually takes, for `laplace.plan`
+_BLOCKS = 6  # the basis is restarted when it has so many blocks
+_SMALL = {torch.float64: 1e-6, torch.float32: 1e-5}  # tolerance: residual / largest eigenvalue
 
 
 class LowRank(Structure):
-    """Keep the largest eigenpairs of all weights together.
+    """Keeps the largest eigenpairs of all weights together.
 
     Args:
-        rank: how many (and those equal to the last). None is 20.
-        tol: instead of `rank`: all eigenvalues above `tol` times the largest.
+        rank: how many pairs to keep. Pairs whose eigenvalue equals the last one are kept, too. None means 20.
+        tol: given instead of `rank`, keeps all eigenvalues above `tol` times the largest.
 
     Raises:
         OptionError: a value is outside its range, or both are given.
@@ -54,14 +54,14 @@ class LowRank(Structure):
 
     def __init__(self, rank: int | float | None = None, tol: float | None = None) -> None:
         if rank is not None and tol is not None:
-            raise OptionError(f"rank={rank!r} and tol={tol!r}: give one of them, a number of eigenvalues or a share.")
+            raise OptionError(f"rank={rank!r} and tol={tol!r}: give only one, a number of eigenvalues or a share.")
         if tol is not None and not (isinstance(tol, float) and 0 < tol < 1):
             raise OptionError(
                 f"tol={tol!r} must lie between 0 and 1: eigenvalues above tol times the largest are kept."
             )
         self.rank = None if rank is None else whole_number(rank, "rank")
         self.tol = tol
-        self._start: Tensor | None = None  # drawn once for all batches of the first run
+        self._start: Tensor | None = None  # one start for all batches of the first run
 
     def spectrum(self, sums: Sums) -> Spectrum:
         return Spectrum.of(sums)
@@ -69,7 +69,7 @@ class LowRank(Structure):
     def check(self, layout: Layout) -> None:
         size = layout.n_params
         if self.rank is not None and self.rank > size:
-            raise OptionError(f"rank={self.rank} is more than there are uncertain weights: {size}. Give that or less.")
+            raise OptionError(f"rank={self.rank} is more than the {size} uncertain weights. Give rank= at most {size}.")
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         size = layout.n_params
@@ -82,7 +82,7 @@ class LowRank(Structure):
     def finish(self, before: Sums, found: Sums) -> Sums:
         product = found.pop("product")
         first, self._start = self._start, None
-        if first is None:  # a fit that was interrupted after its last batch
+        if first is None:  # the fit was interrupted after its last batch
             first = start(*product.shape)
         return self._after(Krylov.begun(first.to(product)), product, found)
 
@@ -90,7 +90,7 @@ class LowRank(Structure):
         size = layout.n_params
         used = sum(m.positions * m.weights for m in moments.parameters)
         block = self._block(size)
-        if block == size:  # all of H by one block of products
+        if block == size:  # one block of products gives all of H
             return 2.0 * size * used, EIGH * size**3
         return _USUAL * 2.0 * block * used, 2.0 * _USUAL * size * (_BLOCKS * block) ** 2
 
@@ -102,7 +102,7 @@ class LowRank(Structure):
         return None if "vectors" in sums else _Multiplied(sums, self)
 
     def advanced(self, before: Sums, product: Tensor) -> Sums:
-        """The sums after one more block of products with H."""
+        """Return the sums after one more block of products with H."""
         state = dict(before)
         krylov = Krylov(*(state.pop(key) for key in ("basis", "projected", "block")))
         return self._after(krylov, product, state)
@@ -127,7 +127,7 @@ class LowRank(Structure):
         return others | found
 
     def _require_room(self, krylov: Krylov, wanted: int) -> None:
-        """How many pairs `tol` keeps shows as they are found."""
+        """Refuse a basis that does not fit into memory. With `tol`, its size is known only as pairs are found."""
         (basis, size), block = krylov.basis.shape, len(krylov.block)
         self.budget.require(
             _growth(basis, block, size, krylov.basis.element_size()),
@@ -137,7 +137,7 @@ class LowRank(Structure):
         )
 
     def _counted(self, ritz: Ritz, others: Sums) -> Sums:
-        """Runs over the data so far, and the negative eigenvalues seen in any of them."""
+        """Return the number of runs so far, and the negative eigenvalues seen in any of them."""
         values = ritz.values
         negative = values < -1e-9 * values.abs().max() if not self.semidefinite else values < -torch.inf
         count, lowest = negative.sum(), (values * negative).min()
@@ -147,15 +147,15 @@ class LowRank(Structure):
         return {"passes": others["passes"] + 1, "negative": count, "lowest": lowest}
 
     def _wanted(self, values: Tensor, close: float, rounding: float) -> int:
-        """How many of the pairs are to be kept; those that are zero but for rounding are not."""
+        """Return how many pairs to keep. Pairs that are zero up to rounding are not kept."""
         positive = values[values > torch.maximum(rounding * values.abs().max(), (self.tol or 0.0) * values[0])]
         if self.tol is not None or len(positive) <= (self.rank or RANK):
             return len(positive)
         last = positive[(self.rank or RANK) - 1]
-        return int((positive > (1 - close) * last).sum())  # equal ones go together: which of them would be arbitrary
+        return int((positive > (1 - close) * last).sum())  # keep equal ones together: a choice would be arbitrary
 
     def _block(self, size: int) -> int:
-        """Vectors multiplied in one run: half as many again as are kept; all there are where those are few."""
+        """Return how many vectors one run multiplies: 1.5 times the rank, or all unit vectors of a small network."""
         rank = self.rank or RANK
         block = rank + max(10, rank // 2)
         return size if size <= max(DIRECT, _BLOCKS * block) else block
@@ -173,13 +173,13 @@ class LowRank(Structure):
         if spectrum.negative:
             yield (
                 f"lowrank dropped {spectrum.negative} negative eigenvalues of the Hessian, the lowest "
-                f"{spectrum.lowest:.3g}: the weights are at no minimum of the loss. See la.spectrum."
+                f"{spectrum.lowest:.3g}: the weights are not at a minimum of the loss. See la.spectrum."
             )
         far = spectrum.residuals > _SMALL[sums["vectors"].dtype] * spectrum.eigenvalues[:1]
         if spectrum.passes >= MOST_PASSES and (far.any() or (self.tol is not None and spectrum.cut == 0)):
             yield (
                 f"lowrank had not converged after {spectrum.passes} runs over the data: |H u - l u| is up to "
-                f"{float(spectrum.residuals.max()):.3g}. See la.spectrum; another rank= or tol= may cut at a wider gap."
+                f"{float(spectrum.residuals.max()):.3g}. See la.spectrum; another rank= or tol= may converge faster."
             )
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> LowRankCurvature:
@@ -187,12 +187,12 @@ class LowRank(Structure):
 
 
 def _growth(basis: int, block: int, size: int, itemsize: int) -> int:
-    """Bytes while so many vectors grow by a block: old and new basis, the product and its parts, the projection."""
+    """Return the bytes needed to add a block to the basis: both bases, the product and its parts, the projection."""
     return (2 * basis + 7 * block) * size * itemsize + 5 * 8 * (basis + block) ** 2
 
 
 class _Multiplied(Pass):
-    """A run over the data that multiplies one more block by H."""
+    """Multiplies one more block by H in one run over the data."""
 
     def __init__(self, before: Sums, structure: LowRank) -> None:
         self.block, self.structure = before["block"], structure
@@ -206,16 +206,16 @@ class _Multiplied(Pass):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What hessian_structure='lowrank' found of the curvature at unit noise, and what it left.
+    """Reports which eigenvalues of the curvature at unit noise hessian_structure='lowrank' kept and dropped.
 
     Attributes:
-        eigenvalues: those kept, (R,), from the largest down.
-        residuals: |H u - l u| of each, (R,).
-        cut: the largest eigenvalue that was not kept, as estimated.
-        trace: of all of H; None for an exact Hessian, where it would take a product per weight.
-        negative: how many eigenvalues of an exact Hessian were dropped for being negative, as far as seen.
+        eigenvalues: the kept eigenvalues, (R,), in descending order.
+        residuals: |H u - l u| of each pair, (R,).
+        cut: an estimate of the largest eigenvalue that was not kept.
+        trace: the trace of H. None for an exact Hessian, whose trace would take one product per weight.
+        negative: how many negative eigenvalues of an exact Hessian were seen and dropped.
         lowest: the most negative of them.
-        passes: runs over the data.
+        passes: the number of runs over the data.
     """
 
     eigenvalues: Tensor
@@ -228,14 +228,14 @@ class Spectrum:
 
     @classmethod
     def of(cls, sums: Sums) -> Spectrum:
-        """Read off the sums that a fit leaves."""
+        """Read the spectrum from the sums of a fit."""
         trace = float(sums["trace"]) if "trace" in sums else None
         numbers = (int(sums["negative"]), float(sums["lowest"]), int(sums["passes"]))
         return cls(sums["values"].clone(), sums["residuals"].clone(), float(sums["cut"]), trace, *numbers)
 
     @property
     def share(self) -> float | None:
-        """The kept eigenvalues' part of the trace."""
+        """Return the share of the trace that the kept eigenvalues have. None if the trace is unknown."""
         if self.trace is None:
             return None
         return float(self.eigenvalues.sum()) / self.trace if self.trace else 1.0

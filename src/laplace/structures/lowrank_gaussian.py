@@ -1,6 +1,7 @@
-"""The Gaussian of all weights with precision s U diag(l) U^T + D, by the algebra of a diagonal plus a low rank.
+"""Compute with the Gaussian over all weights whose precision is s U diag(l) U^T + D: a low rank plus a diagonal.
 
-Its covariance is that of the prior alone minus what the data took away, D^-1 - Y Y^T, and so are those of outputs.
+Its covariance is the prior covariance minus a low rank that the data explains, D^-1 - Y Y^T. The covariance of outputs
+has the same form.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from laplace.linalg.symmetric import check_positive
 from laplace.structures.base import Curvature, Gaussian, Traces, require_pairs
 from laplace.weights.layout import Layout
 
-_PIECE = 2**22  # numbers of U that are in float64 at a time
+_PIECE = 2**22  # numbers of U that are converted to float64 at a time
 
 
 class LowRankCurvature(Curvature):
-    """H = U diag(l) U^T."""
+    """Holds H = U diag(l) U^T."""
 
     def __init__(self, vectors: Tensor, values: Tensor, layout: Layout, budget: Budget) -> None:
         self.vectors, self.values = vectors, values  # U^T: (R, P), l: (R,), above zero
@@ -31,7 +32,7 @@ class LowRankCurvature(Curvature):
 
     @cached_property
     def grams(self) -> Tensor:  # (B, R, R), float64
-        """U_b^T U_b of each tensor's rows: from these M follows for every prior with one precision per tensor."""
+        """Return U_b^T U_b for the rows of each tensor. They give M for every prior with one precision per tensor."""
         return torch.stack([part.double() @ part.double().T for part in self.layout.split(self.vectors)])
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> LowRankGaussian:
@@ -46,13 +47,13 @@ class LowRankCurvature(Curvature):
             if not isinstance(gaussian, LowRankGaussian) or gaussian.shared is None:
                 yield gaussian.variance(jacobian)
                 continue
-            if seen is None:  # the same for every precision that all weights share
+            if seen is None:  # does not depend on the precision if all weights share it
                 seen = self.seen(jacobian, torch.ones_like(gaussian.d), EACH_OUTPUT)
             prior, along = (part / gaussian.shared for part in seen)
             yield EACH_OUTPUT.left(prior, gaussian.explained(along)).to(gaussian.dtype)
 
     def seen(self, jacobian: Jacobian, variances: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-        """What is asked of J diag(variances) J^T, and J diag(variances) U, (R, N, C): in float64, tensor by tensor."""
+        """Return the asked part of J diag(variances) J^T, and J diag(variances) U, (R, N, C), both in float64."""
         prior = along = None
         layout = self.layout
         tensors = zip(layout.shapes, layout.split(variances), layout.split(self.vectors), strict=True)
@@ -66,11 +67,11 @@ class LowRankCurvature(Curvature):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(P, R)."""
+        """Return (P, R)."""
         return self.vectors.shape[1], self.vectors.shape[0]
 
     def rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """U, some rows at a time."""
+        """Yield U, some rows at a time."""
         size, rank = self.shape
         step = max(1, _PIECE // max(1, rank))
         for start in range(0, size, step):
@@ -79,7 +80,7 @@ class LowRankCurvature(Curvature):
 
 
 class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
-    """N(0, (s U diag(l) U^T + D)^-1)."""
+    """Is N(0, (s U diag(l) U^T + D)^-1)."""
 
     u: LowRankCurvature
 
@@ -91,7 +92,7 @@ class LowRankGaussian(DiagonalPlusLowRank, Gaussian):
         super().__init__(diagonal, curvature, scale * curvature.values)
         self.by_tensor = precision if all(d.numel() == 1 for d in precision) else None
         same = all(d is precision[0] and d.numel() == 1 for d in precision)
-        self.shared = precision[0].reshape(()) if same else None  # the one precision of all weights
+        self.shared = precision[0].reshape(()) if same else None  # the precision that all weights share
 
     @cached_property
     def inner(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Posteriors over functions: the linearised network as a Gaussian process, and its Nystrom approximation."""
+"""Define posteriors over functions: the linearised network as a Gaussian process, and its Nystrom approximation."""
 
 from __future__ import annotations
 

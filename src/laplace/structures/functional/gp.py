@@ -1,12 +1,13 @@
-"""The linearised network as a Gaussian process on M of N points, exact where these are all of them.
+"""Treat the linearised network as a Gaussian process on M of the N training points. With M = N it is exact.
 
-With the rows G = J^T v of the vectors v behind Lambda (sum of v v^T = Lambda, times N/M) and a prior precision delta_b
-of each tensor, K = sum over b of G_b G_b^T / delta_b, and the posterior covariance of outputs is
+Let v be the vectors behind Lambda (sum of v v^T = Lambda, times N/M), G = J^T v the rows that they give, and delta_b
+the prior precision of tensor b. The kernel is K = sum over b of G_b G_b^T / delta_b. The posterior covariance of
+outputs and the determinants of the evidence are
 
-    K** - K*x (1/s + K)^-1 Kx*,    log det(s H + D) - log det D = log det(1 + s K),
+    K** - K*x (1/s + K)^-1 Kx*,    log det(s H + D) - log det D = log det(1 + s K).
 
-which holds for a singular Lambda, and with covariances between outputs. `independent_outputs` makes each output a
-Gaussian process of its own, from the diagonal of Lambda: C matrices M x M instead of one MC x MC.
+Both hold for a singular Lambda, too, and include covariances between outputs. With `independent_outputs` each output is
+a Gaussian process by itself, from the diagonal of Lambda: C matrices M x M instead of one MC x MC.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from laplace.weights.layout import Layout
 
 
 class GP(Functional):
-    """Keep a subset of the data: the linearised network as a Gaussian process on these points.
+    """Keeps a subset of the data, and treats the linearised network as a Gaussian process on these points.
 
     Args:
-        n_subset: how many points; None is all, up to 256.
-        seed: what the points are drawn by.
+        n_subset: how many points to keep. None keeps all, up to 256.
+        seed: the seed for drawing the points.
         independent_outputs: whether each output is a Gaussian process by itself.
 
     Raises:
@@ -75,14 +76,14 @@ class GP(Functional):
 
 
 class GPCurvature(FunctionCurvature):
-    """The kernel of each tensor at unit precision, (1, R, R), or (C, M, M) for independent outputs."""
+    """Holds the kernel of each tensor at unit precision, (1, R, R), or (C, M, M) for independent outputs."""
 
     def __init__(self, blocks: Sequence[Tensor], layout: Layout, dtype: torch.dtype, independent: bool) -> None:
         self.blocks, self.layout, self.dtype, self.independent = blocks, layout, dtype, independent
 
     @cached_property
     def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
-        """Eigenvalues, not below zero, and eigenvectors of the whole kernel at unit precision."""
+        """Return the eigenvalues, negative ones set to zero, and eigenvectors of the whole kernel at unit precision."""
         values, vectors = spectrum(torch.stack([*self.blocks]).sum(0))
         values, clipped = clip(values, self.dtype)
         return values, vectors, clipped
@@ -101,30 +102,30 @@ class GPCurvature(FunctionCurvature):
 
 
 class Solver(ABC):
-    """1 + s K, factorised."""
+    """Holds a factorisation of 1 + s K."""
 
     def __init__(self, curvature: GPCurvature, scale: Tensor) -> None:
         self.curvature, self.scale, self.layout = curvature, scale, curvature.layout
 
     @abstractmethod
     def log_det_ratio(self) -> Tensor:
-        """log det(1 + s K)."""
+        """Return log det(1 + s K)."""
 
     @abstractmethod
     def log_det_prior(self) -> Tensor:
-        """log det D."""
+        """Return log det D."""
 
     @abstractmethod
     def prior(self, jacobian: FunctionJacobian, asked: Asked) -> Tensor:
-        """What is asked for of K**."""
+        """Return the asked part of K**."""
 
     @abstractmethod
     def rows(self, jacobian: FunctionJacobian) -> Tensor:
-        """X with X X^T = K*x (1/s + K)^-1 Kx*, (1, N C, R), or (C, N, M) for independent outputs."""
+        """Return X with X X^T = K*x (1/s + K)^-1 Kx*, (1, N C, R), or (C, N, M) for independent outputs."""
 
     @abstractmethod
     def traces(self, groups: str) -> Traces:
-        """As of the weights' covariance: what the evidence's derivatives need."""
+        """Return the traces of the weights' covariance, as in `Gaussian.traces`."""
 
     def _cross(self, jacobian: FunctionJacobian, weights: Sequence[Tensor]) -> Tensor:
         if self.curvature.independent:
@@ -133,12 +134,12 @@ class Solver(ABC):
 
 
 class Spectral(Solver):
-    """One precision delta for all weights: the eigenbasis of the kernel serves all of them."""
+    """Solves for one precision delta of all weights. One eigenbasis of the kernel serves every delta."""
 
     def __init__(self, curvature: GPCurvature, scale: Tensor, delta: Tensor) -> None:
         super().__init__(curvature, scale)
         values, self.vectors, _ = curvature.eigh
-        self.delta, self.values = delta, scale * values / delta  # of s K, (G, R)
+        self.delta, self.values = delta, scale * values / delta  # eigenvalues of s K, (G, R)
         self._ones = [torch.ones_like(delta)] * len(self.layout.names)
 
     def log_det_ratio(self) -> Tensor:
@@ -167,7 +168,7 @@ class Spectral(Solver):
 
 
 class Cholesky(Solver):
-    """A precision for each tensor: 1 + s K = L L^T."""
+    """Solves for one precision per tensor, by 1 + s K = L L^T."""
 
     def __init__(self, curvature: GPCurvature, scale: Tensor, deltas: Sequence[Tensor]) -> None:
         super().__init__(curvature, scale)
@@ -191,7 +192,10 @@ class Cholesky(Solver):
         return torch.linalg.solve_triangular(self.root.mT, cross, upper=True, left=False) * self.scale.sqrt()
 
     def traces(self, groups: str) -> Traces:
-        """From W_b = (1 + s K)^-1 s K_b / delta_b: Sigma_bh = ([b = h] - G_b^T (1/s + K)^-1 G_h/delta_h) / delta_b."""
+        """Compute the traces from W_b = (1 + s K)^-1 s K_b / delta_b.
+
+        Sigma_bh = ([b = h] - G_b^T (1/s + K)^-1 G_h / delta_h) / delta_b.
+        """
         pairs = zip(self.curvature.blocks, self.inverse, strict=True)
         shrunk = [torch.cholesky_solve(block * (self.scale * weight), self.root) for block, weight in pairs]
         tau = torch.stack([w.diagonal(dim1=1, dim2=2).sum() for w in shrunk])
@@ -204,7 +208,7 @@ class Cholesky(Solver):
 
 
 class GPGaussian(FunctionGaussian):
-    """All outputs together."""
+    """Treats all outputs together, with covariances between them."""
 
     def __init__(self, solver: Solver) -> None:
         self.solver, self.dtype = solver, solver.curvature.dtype
@@ -241,7 +245,7 @@ class GPGaussian(FunctionGaussian):
 
 
 class IndependentGaussian(GPGaussian):
-    """Each output a Gaussian process of its own: nothing between outputs."""
+    """Treats each output as a Gaussian process by itself, without covariances between outputs."""
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
         return self.variance(jacobian).diag_embed()

@@ -1,4 +1,7 @@
-"""The kernel of the linearised network: inner products of gradients, in float64, lower triangle first."""
+"""Compute the kernel of the linearised network: inner products of gradients, in float64.
+
+Only tiles on and below the diagonal are computed; the others are their transposes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Tile = tuple[slice, slice, list[Use], list[Use]]
 
 
 def kernels(gradients: Gradients, points: int, independent: bool) -> list[Tensor]:
-    """<G, G'> of all points and vectors, (1, M K, M K), for each parameter; of each vector apart, (K, M, M)."""
+    """Return <G, G'> for each parameter: of all points and vectors, (1, M K, M K), or per vector, (K, M, M)."""
     blocks: list[Tensor] = []
     for rows, columns, left, right in _tiles(gradients, independent):
         if not blocks:
@@ -28,7 +31,7 @@ def kernels(gradients: Gradients, points: int, independent: bool) -> list[Tensor
 
 
 def kernel(gradients: Gradients, points: int) -> Tensor:  # (M K, M K)
-    """The same summed over all parameters."""
+    """Return <G, G'> of all points and vectors, summed over all parameters."""
     total = torch.empty(0)
     for rows, columns, left, right in _tiles(gradients, False):
         if not len(total):
@@ -46,7 +49,7 @@ def _cross(one: Use, two: Use) -> Tensor:  # (N K, M K)
 
 
 def _tiles(gradients: Gradients, independent: bool) -> Iterator[Tile]:
-    """All pairs of parts of the points on and below the diagonal, and where they stand."""
+    """Yield the tiles on and below the diagonal: their rows, their columns, and the gradients of both."""
     start = 0
     for left in gradients():
         stop, other = start + _rows(left, independent), 0

@@ -1,9 +1,9 @@
-"""Nystrom approximation of the Gaussian process (ELLA, Deng et al. 2022): all data, seen in a few directions.
+"""Approximate the Gaussian process by Nystrom (ELLA, Deng et al. 2022): all data, projected on a few directions.
 
-The top eigenvectors q of the kernel J_M J_M^T of some points' outputs give directions U = J_M^T q / sqrt(lambda) of
-weight space, (P, r), and a second run over all data gives G = sum over n of (J_n U)^T Lambda_n (J_n U), (r, r). The
-posterior covariance of outputs is J U (s G + U^T D U)^-1 U^T J^T, and the evidence's term
-log det(s G + U^T D U) - log det(U^T D U). It is the full posterior where U spans all weights.
+The top eigenvectors q of the kernel J_M J_M^T of M points give directions U = J_M^T q / sqrt(lambda) of weight space,
+(P, r). A second run over all data gives G = sum over n of (J_n U)^T Lambda_n (J_n U), (r, r). The posterior covariance
+of outputs is J U (s G + U^T D U)^-1 U^T J^T, and the evidence takes log det(s G + U^T D U) - log det(U^T D U). If U
+spans all weights, this is the full posterior.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from laplace.structures.functional.structure import Functional, FunctionCurvatur
 from laplace.weights.layout import Layout
 
 DEFAULT_RANK = 100
-_SMALLEST = 1e-10  # eigenvalue of the kernel, relative to the largest, whose direction is more than rounding
-_CLOSE = 1e-5  # relative difference of eigenvalues that are equal but for rounding
+_SMALLEST = 1e-10  # eigenvalues below this share of the largest are rounding
+_CLOSE = 1e-5  # eigenvalues that differ by less, relatively, count as equal
 
 
 class Nystrom(Functional):
-    """Keep the curvature of all data in a few directions, found on a subset of the points.
+    """Keeps the curvature of all data in a few directions, which are found on a subset of the points.
 
     Args:
-        n_subset: how many points; None is all, up to 256.
-        seed: what the points are drawn by.
-        rank: how many directions. None is 100.
+        n_subset: how many points to draw. None takes all, up to 256.
+        seed: the seed for drawing the points.
+        rank: how many directions to keep. None means 100.
 
     Raises:
         OptionError: a value is outside its range.
@@ -89,11 +89,11 @@ class Nystrom(Functional):
         return NystromCurvature([sums[f"{name}/U"] for name in layout.names], sums["G"], layout, dtype)
 
     def _rank(self, values: Tensor) -> int:
-        """The rank asked for, or as much of it as there is, and eigenvalues that are equal to the last."""
+        """Return how many directions to keep: at most the kernel's rank, plus those with the last eigenvalue."""
         if self.rank is not None and self.rank > len(values):
             raise InputError(
-                f"rank={self.rank} directions of {len(values)} outputs (points times outputs) cannot be had. Give a "
-                f"rank of at most {len(values)}, or a larger n_subset."
+                f"rank={self.rank} is more than the {len(values)} gradients of the kept points (points times outputs). "
+                f"Give a rank of at most {len(values)}, or a larger n_subset."
             )
         there = int((values > _SMALLEST * values[-1]).sum())
         if there == 0:
@@ -102,13 +102,13 @@ class Nystrom(Functional):
                 "larger n_subset=."
             )
         if self.rank is not None and self.rank > there:
-            warn(f"rank={self.rank} was asked for, and the kernel of the kept points has rank {there}: that is kept.")
+            warn(f"rank={self.rank} is more than the rank of the kept points' kernel: {there} directions are kept.")
         last = values[-min(there, DEFAULT_RANK if self.rank is None else self.rank)]
-        return int((values > (1 - _CLOSE) * last).sum())  # equal ones go together: which of them would be arbitrary
+        return int((values > (1 - _CLOSE) * last).sum())  # keep equal ones together: a choice would be arbitrary
 
 
 class Projected(Pass):
-    """The run over all data in which the curvature is seen in the directions U."""
+    """Projects the curvature of all data on the directions U, in the second run."""
 
     def __init__(self, steps: Sequence[Tensor]) -> None:  # (r, p) each
         self.steps = steps
@@ -118,9 +118,9 @@ class Projected(Pass):
 
 
 class NystromCurvature(FunctionCurvature):
-    """The directions of each tensor, (r, p), and the curvature in them."""
+    """Holds the directions of each tensor, (r, p), and the curvature in them."""
 
-    commutes = False  # the evidence's derivatives are not those of a covariance of all weights
+    commutes = False  # traces of a weight covariance do not give the evidence's derivatives
 
     def __init__(self, steps: Sequence[Tensor], g: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         self.steps, self.g, self.layout, self.dtype = steps, g.double(), layout, dtype
@@ -133,7 +133,7 @@ class NystromCurvature(FunctionCurvature):
 
 
 class NystromGaussian(FunctionGaussian):
-    """N(0, (s G + U^T D U)^-1) in the directions U."""
+    """Is N(0, (s G + U^T D U)^-1) in the directions U."""
 
     def __init__(self, curvature: NystromCurvature, prior: Tensor, precision: Tensor, deltas: Sequence[Tensor]) -> None:
         self.curvature, self.deltas = curvature, deltas

@@ -1,7 +1,7 @@
-"""The points of the data that a posterior over functions is made of, and the network's gradients there.
+"""Keep the training points that a posterior over functions needs, and compute the network's gradients there.
 
-Kept are the inputs and the vectors that are sent back from the outputs. The gradients are had by running the network
-again; they are kept too where they are small.
+A point is kept as its inputs and the vectors that are sent back from its outputs. The gradients are computed by running
+the network again. They are kept, too, if they are small.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from laplace.backprop.uses import Use
 from laplace.network.batches import Batch
 
 Value = TypeVar("Value")
-Gradients = Callable[[], Iterable[list[Use]]]  # of the kept points, some at a time, for each parameter
+Gradients = Callable[[], Iterable[list[Use]]]  # of some points at a time, one Use per parameter
 
 
 @dataclass
 class Points:
-    """Inputs and vectors (m, K, C), together where their shapes agree."""
+    """Holds inputs and vectors (m, K, C) of the kept points. Points of equal shapes share a batch."""
 
     parts: Sequence[Batch]
-    numbers: Tensor  # (M,), of the points among the examples as they were read, ascending
+    numbers: Tensor  # (M,), each point's place in the order of reading, ascending
     _held: list[list[Use]] = field(default_factory=list, repr=False)
 
     def __len__(self) -> int:
         return sum(len(part.y) for part in self.parts)
 
     def gradients(self, engine: Engine, limit: int) -> Iterable[list[Use]]:
-        """The gradients of each parameter, some points at a time; kept from then on if they take `limit` bytes."""
+        """Return the gradients of each parameter, some points at a time. Keep them if they fit in `limit` bytes."""
         if self._held:
             return self._held
         runs = self._runs(engine)
@@ -57,32 +57,32 @@ class Points:
                 start = stop
 
     def to(self, device: torch.device | str) -> Points:
-        """The same on `device`."""
+        """Return a copy on `device`."""
         device = torch.device(device)
         parts = [Batch(part.index, part.inputs.to(device), part.y.to(device)) for part in self.parts]
         return Points(parts, self.numbers)
 
 
 class FunctionForward:
-    """A run of the network at new inputs, with what is known of the kept points beside it."""
+    """Pairs a run of the network at new inputs with the gradients of the kept points."""
 
     def __init__(self, forward: Forward, gradients: Gradients) -> None:
         self.forward, self.gradients, self.outputs = forward, gradients, forward.outputs
 
     def jacobian(self, outputs: Tensor | None = None) -> FunctionJacobian:
-        """The Jacobian as posteriors over functions ask for it."""
+        """Return the Jacobian with the products that posteriors over functions need."""
         return FunctionJacobian(self.forward, outputs, self.gradients)
 
     def copied(self) -> FunctionForward:
-        """The same in memory of its own."""
+        """Return a copy in its own memory."""
         return FunctionForward(self.forward.copied(), self.gradients)
 
     def counting(self, kept: Tensor) -> FunctionForward:
-        """Of which some rows count."""
+        """Return the same run, in which only the rows `kept` count."""
         return FunctionForward(self.forward.counting(kept), self.gradients)
 
     def cut(self) -> Iterator[tuple[FunctionForward, slice]]:
-        """All of it."""
+        """Yield the whole run as a single part."""
         yield self, slice(None)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +90,7 @@ class FunctionForward:
 
 
 class FunctionJacobian:
-    """The Jacobian at new inputs, in float64, that remembers what it was asked: a grid of priors asks for the same."""
+    """Computes products with the Jacobian at new inputs, in float64. Keeps results: a grid of priors needs the same."""
 
     def __init__(self, forward: Forward, chosen: Tensor | None, gradients: Gradients) -> None:
         self.forward, self.chosen, self.gradients = forward, chosen, gradients
@@ -98,36 +98,36 @@ class FunctionJacobian:
 
     @cached_property
     def asked(self) -> Jacobian:
-        """Of the chosen outputs."""
+        """Return the Jacobian of the chosen outputs."""
         return self.forward.jacobian(self.chosen)
 
     @cached_property
     def whole(self) -> Jacobian:
-        """Of all outputs."""
+        """Return the Jacobian of all outputs."""
         return self.asked if self.chosen is None else self.forward.jacobian()
 
     def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """What `make` gives, made the first time."""
+        """Return the result of `make()`, which is called only the first time for a key."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
 
     def cross(self, weights: Sequence[Tensor]) -> Tensor:  # (N, C, R)
-        """sum over parameters of weight <J, G> with the gradients G of all points, R = sum of m K."""
+        """Return the sum over parameters of weight <J, G> with the gradients G of all points, R = sum of m K."""
         terms = (_summed(_cross, self.asked, uses, weights).flatten(2) for uses in self.gradients())
         return torch.cat([*terms], 2)
 
     def cross_each(self, weights: Sequence[Tensor]) -> Tensor:  # (C, N, M)
-        """The same for each of all outputs by itself."""
+        """Return the same for each output by itself."""
         return torch.cat([_summed(_cross_each, self.whole, uses, weights) for uses in self.gradients()], 2)
 
     def moved(self, steps: Sequence[Tensor]) -> Tensor:  # (r, p) each -> (N, C, r)
-        """J U."""
+        """Return J U."""
         pairs = zip(self.asked.parameters, steps, strict=True)
         return torch.stack([part.along(step) for part, step in pairs]).sum(0).permute(1, 2, 0)
 
     def prior(self, asked: Asked, weights: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return what is asked for of the sum over parameters of weight J J^T."""
+        """Return the asked part of the sum over parameters of weight J J^T."""
         total = None
         for part, weight, shape in zip(self.asked.parameters, weights, shapes, strict=True):
             size = torch.Size(shape).numel()

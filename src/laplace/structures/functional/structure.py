@@ -1,4 +1,4 @@
-"""What posteriors over functions share: they are made of some points of the data, and know no single weights."""
+"""Define the base of posteriors over functions. They keep some points of the data, and no weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from laplace.structures.base import Contribution, Curvature, Gaussian, Structure
 from laplace.structures.functional.points import FunctionForward, Gradients, Points
 from laplace.weights.layout import Layout
 
-DEFAULT_POINTS = 256  # kept where the user does not say how many, if there are so many
+DEFAULT_POINTS = 256  # the most points to keep if the user does not say
 
 
 class Functional(Structure):
-    """A structure made of the gradients at `n_subset` points, drawn uniformly without replacement by `seed`."""
+    """Uses the gradients at `n_subset` points, which are drawn uniformly without replacement with `seed`."""
 
     functional = True
     exact_hessian = False
@@ -36,32 +36,32 @@ class Functional(Structure):
         return False
 
     def attach_points(self, forward: Forward, points: Points | None, engine: Engine, limit: int) -> Any:
-        """With the kept points beside it, whose gradients may be kept in `limit` bytes."""
+        """Add the kept points to a run. Their gradients may be kept if they take at most `limit` bytes."""
         return FunctionForward(forward, lambda: () if points is None else points.gradients(engine, limit))
 
     @property
     def most(self) -> int:
-        """How many points are kept at most."""
+        """Return the largest number of points to keep."""
         return DEFAULT_POINTS if self.n_subset is None else self.n_subset
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
-        """Nothing: of the first run over the data only points are kept."""
+        """Return nothing: the first run over the data only collects points."""
         return {}
 
     @abstractmethod
     def vectors(self, curvature: OutputCurvature, repeats: float) -> Tensor:  # (K, N, C)
-        """What is sent back from the outputs of some points, each of which stands for `repeats` of the data."""
+        """Return the vectors to send back from some points, each of which represents `repeats` examples."""
 
     @abstractmethod
     def bytes(self, points: int, vectors: int, layout: Layout, itemsize: int) -> int:
-        """Bytes that the matrices of so many points take, with so many vectors sent back from each."""
+        """Return the bytes of the matrices for so many points and so many vectors per point."""
 
     @abstractmethod
     def from_points(self, gradients: Gradients, points: int, layout: Layout) -> Sums:
-        """What is kept of the points' gradients."""
+        """Return the sums to keep, from the gradients of the points."""
 
     def memory(self, moments: Moments, layout: Layout, itemsize: int) -> int:
-        """For as many points as may be kept, with as many vectors sent back as `moments` are of."""
+        """Return the bytes for the largest number of points, with as many vectors per point as `moments` has."""
         return self.bytes(self.most, _vectors(moments), layout, itemsize)
 
     def work(self, moments: Moments, layout: Layout, vectors: int) -> tuple[float, float]:
@@ -70,25 +70,25 @@ class Functional(Structure):
         return 0.0, rows**2 * products / 2 + EIGH * rows**3  # the kernel is symmetric
 
     def runs(self, layout: Layout, n_data: int) -> tuple[float, float]:
-        """Vectors are sent back from the points alone, which are run again; further runs over all data are whole."""
+        """Count the runs: the points are run once more, and in the first run vectors are sent back only from them."""
         points = min(self.most, n_data) / n_data
         return self.passes + points, self.passes - 1 + points
 
 
 def _vectors(moments: Moments) -> int:
     one = moments.parameters[0]
-    return one.shape[0] if isinstance(one, Use) else one.factors[1]  # a last layer's are as many as its outputs
+    return one.shape[0] if isinstance(one, Use) else one.factors[1]  # a last layer has one per output
 
 
 class FunctionCurvature(Curvature):
-    """The curvature as functions see it."""
+    """Refuses to return a curvature of the weights."""
 
     def matrix(self) -> NoReturn:
         refuse("a curvature of the weights")
 
 
 class FunctionGaussian(Gaussian):
-    """What is asked of weights has no answer here."""
+    """Refuses every question about the distribution of weights."""
 
     def color(self, eps: Tensor) -> NoReturn:
         refuse("draws of the weights")
@@ -113,8 +113,8 @@ class FunctionGaussian(Gaussian):
 
 
 def refuse(what: str) -> NoReturn:
-    """Say what there is instead."""
+    """Raise UnsupportedError, and list what is available instead."""
     raise UnsupportedError(
-        f"hessian_structure='gp' is a posterior over functions and has no {what}. There is: la(x), la.predict(x), "
-        "la.functional_samples(x) and the evidence; for weights take hessian_structure='full', 'kron' or 'diag'."
+        f"hessian_structure='gp' is a posterior over functions and has no {what}. It has la(x), la.predict(x), "
+        "la.functional_samples(x) and the evidence. For weights take hessian_structure='full', 'kron' or 'diag'."
     )

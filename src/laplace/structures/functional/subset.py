@@ -1,6 +1,7 @@
-"""Some points of the data, uniformly without replacement in one reading, however many there are and however cut.
+"""Draw a subset of the data uniformly without replacement, in one reading.
 
-Every example is given a random number; those with the smallest are kept.
+Every example gets a random number, and the examples with the smallest numbers are kept. So the subset does not depend
+on batch sizes, and the size of the data need not be known.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Vectors = Callable[[OutputCurvature, float], Tensor]
 
 @dataclass(frozen=True)
 class _Seen:
-    """The points kept of one batch."""
+    """Holds the points kept from one batch."""
 
-    keys: Tensor  # (m,), the smallest are kept
-    numbers: Tensor  # (m,), in the order of reading
+    keys: Tensor  # (m,), random; points with the smallest keys are kept
+    numbers: Tensor  # (m,), places in the order of reading
     inputs: Inputs
     curvature: OutputCurvature
 
@@ -38,7 +39,7 @@ class _Seen:
 
 
 class Subset:
-    """The points kept so far of those that were seen."""
+    """Holds the points that are kept so far."""
 
     def __init__(self, most: int, seed: int) -> None:
         self.most, self.generator = most, torch.Generator().manual_seed(seed)
@@ -46,11 +47,11 @@ class Subset:
         self.seen = 0
 
     def see(self, inputs: Inputs, curvature: OutputCurvature, n: int) -> None:
-        """Look at a batch of n examples with the curvature of their outputs."""
+        """Draw from a batch of n examples with the curvature of their outputs."""
         if inputs.size != n or inputs.shared:
             raise InputError(
-                f"hessian_structure='gp' keeps single points, and in these inputs of {n} examples they cannot be told "
-                "apart: every tensor needs the examples first."
+                f"hessian_structure='gp' keeps single points, and these inputs of {n} examples cannot be split into "
+                "examples. Give inputs whose tensors all have the examples in their first dimension."
             )
         keys = uniforms(n, 1, 1, torch.empty(0), self.generator).flatten()
         parts = [*self.parts, _Seen(keys, torch.arange(self.seen, self.seen + n), inputs, curvature)]
@@ -66,11 +67,11 @@ class Subset:
         ]
 
     def points(self, n_data: int, asked: int | None, vectors: Vectors) -> Points:
-        """The points drawn from `n_data`, with the vectors that are sent back from their outputs."""
+        """Return the points drawn from `n_data` examples, with the vectors to send back from their outputs."""
         kept = sum(len(part.keys) for part in self.parts)
         if asked is not None and asked > n_data:
             raise InputError(
-                f"n_subset={asked} points of {n_data} examples cannot be drawn. Give at most {n_data}, or leave it out."
+                f"n_subset={asked} is more than the {n_data} examples. Give at most {n_data}, or leave it out."
             )
         batches = [
             Batch(i, part.inputs, vectors(part.curvature, n_data / kept).transpose(0, 1))
