@@ -248,22 +248,22 @@ def test_a_wrong_argument_is_refused_under_its_own_name(make, said):
         ({"curvature": Sketch}, r"^curvature=Sketch is a class"),
         (
             {"hessian_structure": Kron(), "damping": True},
-            r"^damping=True beside hessian_structure=Kron\(\), an object. Write hessian_structure=Kron\(damping=True\)",
+            r"^damping=True contradicts the object .*=Kron\(\). Write hessian_structure=Kron\(damping=True\)",
         ),
         (
             {"hessian_structure": Kron(), "rank": 3},
-            r"^rank=3 beside hessian_structure=Kron\(\), an object. Kron has no such option; its own: damping, ",
+            r"^rank=3 contradicts the object hessian_structure=Kron\(\). Kron has no such option; it has: damping, ",
         ),
         ({"hessian_structure": Diag(), "rank": 3}, r"Diag has no such option; it has none"),
         (
             {"subset_of_weights": LastLayer("2"), "last_layer_name": "0"},
-            r"beside an object: write subset_of_weights=LastLayer\(name='0'\) instead; this is .*LastLayer\(name='2'\)",
+            r"contradict the object .*LastLayer\(name='2'\)\. Write only subset_of_weights=LastLayer\(name='0'\)",
         ),
         (
             {"subset_of_weights": All(), "subnetwork_indices": [1]},
-            r"^subnetwork_indices= beside an object: write subset_of_weights=Subnetwork\(indices\)",
+            r"^subnetwork_indices= contradicts the object .*Write only subset_of_weights=Subnetwork\(indices\)",
         ),
-        ({"curvature": Sketch(4), "curvature_samples": 2}, r"^curvature=Sketch\(samples=4\) says all"),
+        ({"curvature": Sketch(4), "curvature_samples": 2}, r"^curvature=Sketch\(samples=4\) is complete"),
     ],
 )
 def test_a_keyword_that_is_wrong_or_contradicts_an_object_is_refused(keywords, said):

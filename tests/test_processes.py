@@ -76,7 +76,7 @@ def test_it_is_said_once_and_what_does_not_add_is_not_added():
     with pytest.warns(ProcessesWarning, match=r"one of 2 processes.*la = sum\(parts\)") as said:
         la.fit(loader).fit(loader)
     assert len(said) == 1
-    with pytest.warns(ProcessesWarning, match="'ekfac' keeps does not add") as said:
+    with pytest.warns(ProcessesWarning, match="sums of 'ekfac' cannot be added") as said:
         Laplace(model, "classification", hessian_structure="ekfac").fit(loader)
 
 

@@ -20,7 +20,7 @@ _UNKNOWN = 2**62  # bytes; used where the system cannot tell us
 
 @dataclass(frozen=True)
 class Budget:
-    """A number of bytes that may be allocated. None allows whatever is free at that moment."""
+    """Limits how many bytes may be allocated. None allows whatever is free at that moment."""
 
     bytes: int | None = None
 
@@ -44,7 +44,7 @@ class Budget:
         return free(device) if self.bytes is None else self.bytes
 
     def has(self, needed: int, device: torch.device) -> bool:
-        """Whether `needed` bytes may be allocated. Up to one chunk always may, unless the user's budget is smaller."""
+        """Return whether `needed` bytes may be allocated. One chunk always may, unless the user's budget is smaller."""
         return needed <= self.chunk or needed <= self.left(device)
 
     def refuse(self, needed: int, device: torch.device, what: str, instead: str) -> NoReturn:

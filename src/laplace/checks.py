@@ -73,7 +73,7 @@ def written(value: object, options: Mapping[str, Any]) -> str:
 
 
 def unchanged(value: Any, usual: Any) -> bool:
-    """Whether an option still has its default value."""
+    """Return whether an option still has its default value."""
     return value is usual or (isinstance(value, (int, float, str)) and value == usual)
 
 

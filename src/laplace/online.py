@@ -210,17 +210,17 @@ def marglik_training(
 
 @dataclass(frozen=True)
 class _Tuning:
-    """How and when the hyperparameters move."""
+    """Says how and when the hyperparameters move."""
 
     groups: str
     noise: bool
     max_steps: int
-    reach: float  # in the logarithm
+    reach: float  # the longest step of a logarithm
     frequency: int
     burnin: int
 
     def is_due(self, epoch: int) -> bool:
-        """Whether they move after this epoch, counted from 1."""
+        """Return whether they move after this epoch, counted from 1."""
         return epoch > self.burnin and epoch % self.frequency == 0
 
     def move(self, la: Laplace) -> float:
@@ -238,7 +238,7 @@ class _Tuning:
 
 
 class _Data:
-    """The training data: its batches, and the number of examples, counted by reading it once."""
+    """Holds the training data. Reads it once to count the examples."""
 
     def __init__(self, loader: Iterable[Any], la: Laplace) -> None:
         self.loader, self.la = loader, la
@@ -247,7 +247,7 @@ class _Data:
             self.first = self.first or batch.inputs.copied()
             self.n += len(batch.y)
         if self.first is None:
-            raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
+            raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
 
     def __iter__(self) -> Iterator[Batch]:
         return self.la.runner.batches(self.loader, False, "train")
@@ -255,7 +255,7 @@ class _Data:
 
 @dataclass
 class _Training:
-    """Everything that changes from epoch to epoch."""
+    """Holds everything that changes from epoch to epoch."""
 
     la: Laplace
     data: _Data

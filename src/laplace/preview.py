@@ -1,9 +1,9 @@
-"""`laplace.plan`: what each structure would cost on a network, before anything is fitted.
+"""Estimate, in `laplace.plan`, what each structure would cost on a network, before anything is fitted.
 
-The network runs on two examples of a batch, so that the rules, the vectors and the sizes are known. From these follow
-the memory at the peak of a fit (what stays is less: `la.coverage().bytes`), and the cost, which is an estimate in
-multiplications: true to a factor of two or so where products dominate, too low for tiny networks, which spend their
-time on being called.
+The network runs on two examples of a batch, which shows the rules, the vectors and the sizes. From these follow the
+peak memory of a fit (less is kept: `la.coverage().bytes`) and its cost. The cost is an estimate in multiplications. It
+is right to a factor of about two if matrix products dominate. It is too low for tiny networks, whose time goes into
+calling modules.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _EXAMPLES = 2
-_VECTORS = 64  # sent back to see what one costs
+_VECTORS = 64  # the most vectors sent back to measure the cost of one
 _APPROXIMATIONS = {made.name: approximation for approximation, made in FUNCTIONAL.items()}
-_ASSUMED = 10_000  # examples, where neither a loader nor the user says how many
-_CLOSEST = ("full", "block", "ekfac", "kron", "diag")  # to the whole curvature, in the order of docs/choosing
-_AFFORDABLE = 100.0  # epochs that a recommended fit may cost: as much as a usual training
-_QUICK = 1e11  # multiplications, a few seconds, that it may take however short an epoch is
+_ASSUMED = 10_000  # examples, if neither the loader nor the user says how many
+_CLOSEST = ("full", "block", "ekfac", "kron", "diag")  # to the whole curvature, closest first
+_AFFORDABLE = 100.0  # a recommended fit costs at most so many epochs, about one usual training
+_QUICK = 1e11  # or so many multiplications, a few seconds, if an epoch is very short
 _KINDS = STRUCTURES | {made.name: made for made in FUNCTIONAL.values()}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One structure on a network.
+    """Describes the cost of one structure on a network.
 
     Attributes:
-        structure: its name.
-        bytes: memory at the peak of a fit; `la.coverage().bytes` is what stays.
-        epochs: cost of a fit, decompositions included, in epochs of training on the same data.
-        fits: whether the memory is there.
-        reason: why there is none of this structure, or nothing.
+        structure: the name of the structure.
+        bytes: the peak memory of a fit. `la.coverage().bytes` is the memory that is kept.
+        epochs: the cost of a fit with its decompositions, in epochs of training on the same data.
+        fits: whether there is enough memory.
+        reason: why the structure cannot be used, or ''.
     """
 
     structure: str
@@ -66,7 +66,7 @@ class Option:
     reason: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        """As a row of the table."""
+        """Return the cells of a row of the table."""
         if self.reason:
             return self.structure, "-", "-", f"no: {self.reason}"
         return self.structure, in_bytes(self.bytes), f"{self.epochs:.3g}", "yes" if self.fits else "no: too large"
@@ -74,13 +74,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Preview:
-    """All structures on a network; prints as a table, and `preview["kron"]` is one of them.
+    """Lists all structures on a network, and prints as a table. `preview["kron"]` is one of them.
 
     Attributes:
         title: the network and the data in two lines.
-        options: an `Option` for each structure.
-        n_data: examples that the costs are for.
-        recommended: the name of the structure to start with; None where none fits.
+        options: one `Option` per structure.
+        n_data: the number of examples that the costs are for.
+        recommended: the name of the structure to start with. None if none fits.
         why: the reason, in a sentence.
     """
 
@@ -119,37 +119,38 @@ def plan(
     n_data: int | None = None,
     **options: Unpack[PlanOptions],
 ) -> Preview:
-    """Return each structure with its peak memory, its estimated cost, and whether it fits; recommend one of them.
+    """Return the peak memory and the estimated cost of each structure, whether it fits, and a recommendation.
 
-    Recommended is the structure closest to the whole curvature ('full', 'block', 'ekfac', 'kron', 'diag') that fits
-    into memory and costs at most 100 epochs of training, or a few seconds; where each costs more, the cheapest.
+    The recommended structure is the one closest to the whole curvature (in the order 'full', 'block', 'ekfac', 'kron',
+    'diag') that fits into memory and costs at most 100 epochs of training, or a few seconds. If each costs more, it is
+    the cheapest.
 
     Args:
-        model: the network; two examples are run through it.
-        batch: one of the training loader, or the loader itself.
-        likelihood: as of `Laplace`.
-        subset_of_weights: as of `Laplace`.
-        curvature: as of `Laplace`.
-        n_data: examples that a fit would see; if left out, as many as a loader has, and 10,000 for a single batch.
-        **options: further ones of `Laplace`, those of structures included.
+        model: the network. It runs on two examples.
+        batch: a batch of the training loader, or the loader itself.
+        likelihood: as in `Laplace`.
+        subset_of_weights: as in `Laplace`.
+        curvature: as in `Laplace`.
+        n_data: the number of training examples. By default the size of the loader, or 10,000 for a single batch.
+        **options: further options of `Laplace`, including those of structures.
 
     Returns:
         A `Preview`, which prints as a table.
 
     Raises:
-        OptionError: an option that does not exist, or a value outside its range.
-        InputError: a batch that does not fit.
-        ModelError: a network that cannot be treated as asked.
+        OptionError: an option does not exist, or a value is outside its range.
+        InputError: the batch does not fit the network or the likelihood.
+        ModelError: the network cannot be treated as asked.
     """
     others: dict[str, Any] = {**options, "curvature": curvature}
-    choice(others.pop("functional_approximation", "sod"), FUNCTIONAL, "functional_approximation")  # both are rows
+    choice(others.pop("functional_approximation", "sod"), FUNCTIONAL, "functional_approximation")  # the table has both
     own = {key: others.pop(key) for key in list(others) if any(key in made.options for made in _KINDS.values())}
     la = Laplace(model, likelihood, subset_of_weights, "diag", **others)
     size = _size(batch, la) if n_data is None else whole_number(n_data, "n_data", 1, LARGEST)
     number = _ASSUMED if size is None else size
 
     def structure(name: str) -> Structure:
-        """One that is made with those of its own options that were given."""
+        """Return a structure with the given options that belong to it."""
         made = _KINDS[name]
         given = {key: value for key, value in own.items() if key in made.options}
         if made.functional:
@@ -162,12 +163,12 @@ def plan(
 
 
 def _several(batch: Any) -> bool:
-    """Whether it is a list of batches."""
+    """Return whether this is a list of batches."""
     return isinstance(batch, list) and len(batch) > 0 and isinstance(batch[0], (tuple, list, Mapping))
 
 
 def _size(batch: Any, la: Laplace) -> int | None:
-    """Return how many examples a loader or a list of batches has; None where only reading it all would tell."""
+    """Return how many examples a loader or a list of batches has. None if only reading it all would tell."""
     if _several(batch):
         keys = la.runner.spec.keys
         return sum(len(split(part, keys, i, la.model).y) for i, part in enumerate(batch))
@@ -187,11 +188,11 @@ def _first(batch: Any) -> Any:
         return batch
     for first in batch:
         return first
-    raise InputError("the loader gave no batch.")
+    raise InputError("the loader gave no batch. Give a loader with at least one, or a batch (x, y).")
 
 
 def _recommended(options: Sequence[Option], limit: float) -> tuple[str | None, str]:
-    """Return the structure to start with, which may cost `limit` epochs, and why."""
+    """Return the structure to start with, which may cost at most `limit` epochs, and the reason."""
     fitting = {option.structure: option for option in options if option.fits}
     candidates = [fitting[name] for name in _CLOSEST if name in fitting]
     if not candidates:
@@ -210,7 +211,7 @@ def _recommended(options: Sequence[Option], limit: float) -> tuple[str | None, s
     closer = _CLOSEST[: _CLOSEST.index(name)]
     missing = ", ".join(other for other in closer if other not in fitting)
     dear = ", ".join(other for other in closer if other in fitting)
-    reasons = [f"{missing} cannot be had"] if missing else []
+    reasons = [f"{missing} cannot be used"] if missing else []
     reasons += [f"{dear} would cost more than {limit:.3g} epochs"] if dear else []
     return name, f"{name}, the closest to the whole curvature for {cost} ({'; '.join(reasons)})."
 
@@ -241,7 +242,7 @@ def _previewed(la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callab
             else next(iter(forward.moments(output)))
         )
     layout = weights.layout
-    sent = counter.get_total_flops() * len(vectors) / len(some)  # the counter starts anew each time
+    sent = counter.get_total_flops() * len(vectors) / len(some)  # the counter starts at 0 each time
     epoch = 3 * once / n  # a forward pass, and twice as much for a backward pass to the weights
     found = []
     for name in _KINDS:
@@ -253,7 +254,7 @@ def _previewed(la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callab
         needed = structure.memory(moments, layout, f.element_size())
         each, decomposed = structure.work(moments, layout, len(vectors) if isinstance(engine, Network) else 1)
         if estimator.exact_hessian:
-            each = 4.0 * layout.n_params * once / n  # a Hessian-vector product each
+            each = 4.0 * layout.n_params * once / n  # one Hessian-vector product per weight
         runs, back = structure.runs(layout, n_data)
         total = (runs * once + back * sent) / n + 2 * each + 2 * decomposed / n_data
         found.append(Option(name, needed, total / max(1.0, epoch), runner.spec.budget.has(needed, f.device)))

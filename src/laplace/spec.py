@@ -1,9 +1,9 @@
-"""Turn strings and objects into the parts that they stand for, once. Nothing inside sees a name.
+"""Turn the user's strings and objects into parts, once. Nothing inside the library sees a string.
 
     Laplace(model, "classification", "last_layer", "kron", damping="balanced")
     Laplace(model, Categorical(), LastLayer(), Kron(damping="balanced"))
 
-mean the same. laplace-torch's names are accepted here too.
+Both calls mean the same. laplace-torch's names are accepted, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from laplace.structures.functional import FUNCTIONAL
 from laplace.structures.kron import SHARINGS
 from laplace.weights import Choice, Layout, Subset, subset_named
 
-STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # what they are when the user does not give them
+STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # the defaults
     "damping": False,
     "weight_sharing": "expand",
     "rank": None,
@@ -48,7 +48,7 @@ R = TypeVar("R")
 
 
 class TrainingOptions(TypedDict, total=False):
-    """Further keywords of `Laplace` that `marglik_training` passes on; their meaning is described there."""
+    """Lists further keywords of `Laplace` that `marglik_training` passes on. `Laplace` describes them."""
 
     curvature_samples: int
     prior_mean: float | Tensor
@@ -69,7 +69,7 @@ class TrainingOptions(TypedDict, total=False):
 
 
 class PlanOptions(TrainingOptions, total=False):
-    """Further keywords of `Laplace` that `laplace.plan` takes, so that a call can be made with the same ones."""
+    """Lists further keywords of `Laplace` that `laplace.plan` accepts, so that both take the same ones."""
 
     sigma_noise: float | Tensor
     prior_precision: float | Tensor
@@ -83,16 +83,16 @@ class PlanOptions(TrainingOptions, total=False):
 
 @dataclass(frozen=True)
 class Spec:
-    """The parts that a Laplace approximation is made of.
+    """Holds the parts of a Laplace approximation.
 
     Attributes:
         likelihood: p(y given f).
-        weights: which weights are uncertain.
-        structure: what is kept of the curvature.
-        curvature: how the curvature is estimated; None leaves the choice to `fit`.
-        keys: where a batch that is a mapping has its inputs and labels.
-        class_dim: which dimension of the outputs has the classes.
-        budget: how much memory may be taken.
+        weights: chooses the uncertain weights.
+        structure: the form in which the curvature is kept.
+        curvature: the curvature estimator. None leaves the choice to `fit`.
+        keys: the keys of inputs and labels in batches that are mappings.
+        class_dim: the dimension of the outputs that has the classes.
+        budget: the memory that may be taken.
     """
 
     likelihood: Likelihood
@@ -124,7 +124,7 @@ class Spec:
         backend: Any,
         backend_kwargs: Mapping[str, Any] | None,
     ) -> Spec:
-        """Make the parts from what the user wrote; refuse what does not exist or does not go together."""
+        """Make the parts from the user's options. Refuse unknown options and wrong combinations."""
         own = likelihood_named(likelihood)
         weights = subset_named(subset_of_weights, subnetwork_indices, last_layer_name, feature_reduction, model)
         estimator = estimator_named(curvature, curvature_samples, backend, backend_kwargs)
@@ -134,7 +134,7 @@ class Spec:
         if exact and weights.label == "last_layer" and not own.hessian_is_fisher:
             raise UnsupportedError(
                 f"the exact Hessian of a last layer with {own.name!r} depends on the labels and may be "
-                "indefinite. Take curvature='ggn', or subset_of_weights= the last layer's name, whose Hessian is exact."
+                "indefinite. Take curvature='ggn', or subset_of_weights=[name of the last layer], which supports it."
             )
         if isinstance(weights, Choice):
             require_served(structure, weights.select(model).layout)
@@ -144,11 +144,11 @@ class Spec:
 
     @property
     def estimator(self) -> Estimator:
-        """The curvature that was asked for; the exact GGN where none was."""
+        """Return the curvature that the user chose, by default the exact GGN."""
         return GGN() if self.curvature is None else self.curvature
 
     def described(self, curvature: str) -> dict[str, Any]:
-        """What must be equal for two posteriors to be of one kind, given the curvature that was taken."""
+        """Return the options that two posteriors must share to be merged, given the curvature that was used."""
         return {
             "likelihood": self.likelihood.described,
             "structure": self.structure.described,
@@ -163,12 +163,12 @@ def structure_named(value: Structure | str, options: Mapping[str, Any], exact_he
 
     Args:
         value: a structure, or its name.
-        options: of `STRUCTURE_OPTIONS`; those of other structures must be left alone.
-        exact_hessian: whether it has to hold a matrix that may be indefinite.
+        options: values for `STRUCTURE_OPTIONS`. Options of other structures must have their defaults.
+        exact_hessian: whether the structure has to hold an exact Hessian, which may be indefinite.
 
     Raises:
         OptionError: the name is unknown, or an option belongs to another structure.
-        UnsupportedError: the structure has no form for an exact Hessian.
+        UnsupportedError: the structure cannot hold an exact Hessian.
     """
     structure = copy.copy(value) if isinstance(value, Structure) else _made(value, options)
     if isinstance(value, Structure):
@@ -176,23 +176,21 @@ def structure_named(value: Structure | str, options: Mapping[str, Any], exact_he
     if exact_hessian:
         if not structure.exact_hessian:
             able = " or ".join(repr(other) for other, s in STRUCTURES.items() if s.exact_hessian)
-            raise UnsupportedError(
-                f"the exact Hessian has no form as {structure.name!r}. Take hessian_structure={able}."
-            )
+            raise UnsupportedError(f"{structure.name!r} cannot hold an exact Hessian. Take hessian_structure={able}.")
         structure.semidefinite = False
     return structure
 
 
 def _require_said_by(structure: Structure, options: Mapping[str, Any]) -> None:
-    """Refuse keywords that say something else than the object that they are given beside."""
+    """Refuse keywords that contradict the object given as `hessian_structure`."""
     kind, own = type(structure).__name__, structure.options
     for key, given in options.items():
         if unchanged(given, STRUCTURE_OPTIONS[key]) or (key in own and given == getattr(structure, key)):
             continue
         write = f"Write hessian_structure={kind}({key}={shown(given)})."
         if key not in own:
-            write = f"{kind} has no such option; " + (f"its own: {', '.join(own)}." if own else "it has none.")
-        raise OptionError(f"{key}={shown(given)} beside hessian_structure={shown(structure)}, an object. {write}")
+            write = f"{kind} has no such option; " + (f"it has: {', '.join(own)}." if own else "it has none.")
+        raise OptionError(f"{key}={shown(given)} contradicts the object hessian_structure={shown(structure)}. {write}")
 
 
 def _made(value: Any, options: Mapping[str, Any]) -> Structure:
@@ -221,24 +219,24 @@ def _of_gp(approximation: str) -> str:
 
 
 def _functional_named(approximation: Any) -> type[Structure]:
-    """How a posterior over functions is approximated."""
+    """Return the structure for an approximation of a posterior over functions."""
     if str(getattr(approximation, "value", approximation)) == "variational":
         raise UnsupportedError(
-            "functional_approximation='variational' trains inducing points; these approximations are read off a "
-            "trained network. Take 'sod' (a subset of the data) or 'nystrom' (all data in a few directions)."
+            "functional_approximation='variational' trains inducing points; these approximations train nothing. "
+            "Take 'sod' (a subset of the data) or 'nystrom' (all data in a few directions)."
         )
     return FUNCTIONAL[choice(approximation, FUNCTIONAL, "functional_approximation")]
 
 
 def require_served(structure: Structure, layout: Layout) -> None:
-    """Refuse a structure that needs whole tensors for weights that are scattered over some."""
+    """Refuse a structure that needs whole tensors if only some weights of a tensor are uncertain."""
     if structure.scattered or not layout.scattered:
         return
     parts = [name for name, part in zip(layout.names, layout.parts, strict=True) if part is not None]
     able = ", ".join(repr(other) for other, s in STRUCTURES.items() if s.scattered)
     raise UnsupportedError(
-        f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices take only some weights of "
-        f"{len(parts)} of them ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
+        f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices choose only some weights of "
+        f"{len(parts)} tensors ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
         f"one of {able}, or all weights of each tensor."
     )
 
@@ -246,7 +244,7 @@ def require_served(structure: Structure, layout: Layout) -> None:
 def estimator_named(
     curvature: Estimator | str | None, samples: int, backend: Any, backend_kwargs: Mapping[str, Any] | None
 ) -> Estimator | None:
-    """Return the estimator of that name, or of a backend class of laplace-torch; None if nobody said which.
+    """Return the estimator for a name or for a backend class of laplace-torch, or None if neither is given.
 
     Raises:
         OptionError: the name is unknown, or the number of samples belongs to another curvature.
@@ -257,7 +255,7 @@ def estimator_named(
     if isinstance(curvature, Estimator):
         if number not in (1, curvature.vectors) or backend is not None:
             raise OptionError(
-                f"curvature={curvature!r} says all: leave out curvature_samples= and backend=, or write "
+                f"curvature={curvature!r} is complete: leave out curvature_samples= and backend=, or write "
                 "Sketch(samples=...)."
             )
         return curvature
@@ -277,10 +275,10 @@ def estimator_named(
 
 
 def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> Any:
-    """The curvature that a backend class of laplace-torch stands for, where one is given."""
+    """Return the curvature for a backend class of laplace-torch, or `name` if no backend is given."""
     if backend is None:
         if backend_kwargs is not None and (not isinstance(backend_kwargs, Mapping) or backend_kwargs):
-            raise OptionError("backend_kwargs goes with backend; here curvature= and curvature_samples= say it.")
+            raise OptionError("backend_kwargs= goes with backend=. Write curvature= and curvature_samples= instead.")
         return name
     label = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
     meant = next((kind for end, kind in _BACKENDS.items() if label.endswith(end)), None)
@@ -295,8 +293,8 @@ def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | Non
 def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Turn a keyword that a function does not have into an OptionError with the nearest one.
 
-    Type checkers see the function's own signature, so that they find the typo as well. Where that ends with
-    `**options: Unpack[...]`, the keys of that TypedDict are known, too.
+    Type checkers see the function's own signature, so that they find the typo, too. If it ends with
+    `**options: Unpack[...]`, the keys of that TypedDict are allowed.
     """
     parameters = inspect.signature(function).parameters.values()
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -158,7 +158,7 @@ def test_a_state_dict_comes_back_as_it_was(case):
 def test_a_likelihood_that_is_code_is_asked_for(case, tmp_path):
     la, model, _ = fitted(case, torch.float64, "diag")
     la.save(tmp_path / "la")
-    with pytest.raises(CheckpointError, match=r"a likelihood of yours.*likelihood="):
+    with pytest.raises(CheckpointError, match=r"your own likelihood.*likelihood="):
         Laplace.load(tmp_path / "la", model)
 
 

@@ -248,7 +248,7 @@ def test_wrong_arguments_of_load_are_not_the_files_fault(tmp_path):
     with pytest.raises(OptionError, match="model is a NoneType"):
         Laplace.load(tmp_path / "la", None)
     for names in (["a"], {0: "0"}):
-        with pytest.raises(OptionError, match="must say which names changed"):
+        with pytest.raises(OptionError, match="must be a mapping from old to new names"):
             Laplace.load(tmp_path / "la", model, names=names)
 
 
@@ -289,7 +289,7 @@ def test_training_data_is_in_the_file_only_when_asked_for(tmp_path):
     assert sum(row in held["with"] for row in rows) == 5
     assert not any(row in held["without"] for row in rows)
     assert_same(la, Laplace.load(tmp_path / "with", model), x)
-    with pytest.raises(CheckpointError, match=r"made of 5 inputs of the training data and does not hold them.*data="):
+    with pytest.raises(CheckpointError, match=r"needs 5 inputs of the training data, and does not hold them.*data="):
         Laplace.load(tmp_path / "without", model)
     for other in (x.flip(0), x[:12], x[:, [1, 0, 2, 3]], x.float()):
         with pytest.raises(CheckpointError, match="data= does not hold the 5 inputs"):

@@ -36,5 +36,5 @@ def test_a_likelihood_fits_predicts_prints_tunes_saves_and_loads(tmp_path):
     la.save(tmp_path / "mine")
     loaded = Laplace.load(tmp_path / "mine", model, likelihood=Exponential())
     assert torch.equal(loaded.log_marginal_likelihood(), la.log_marginal_likelihood())
-    with pytest.raises(CheckpointError, match=r"a likelihood of yours, 'Exponential'.*likelihood="):
+    with pytest.raises(CheckpointError, match=r"your own likelihood, 'Exponential'.*likelihood="):
         Laplace.load(tmp_path / "mine", model)

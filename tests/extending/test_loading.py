@@ -79,16 +79,16 @@ def test_a_structure_of_ours_may_be_given_as_it_was_saved(model, tmp_path):
 
 def test_another_subset_than_that_of_the_file_is_refused(model, tmp_path):
     saved(model, tmp_path / "a", Biases())
-    with pytest.raises(CheckpointError, match=r"of the parameters 0.bias, 2.bias; .*'biases' takes 2.bias of this"):
+    with pytest.raises(CheckpointError, match=r"has the parameters 0.bias, 2.bias; .*'biases' chooses 2.bias of this"):
         Laplace.load(tmp_path / "a", model, subset_of_weights=Biases([1]))
     other = Biases()
     other.label = "other"
-    with pytest.raises(CheckpointError, match=r"is of the weights 'biases'; subset_of_weights= is 'other'"):
+    with pytest.raises(CheckpointError, match=r"has the subset of weights 'biases'; subset_of_weights= is 'other'"):
         Laplace.load(tmp_path / "a", model, subset_of_weights=other)
     with pytest.raises(OptionError, match=r"subset_of_weights=.*must be the subset itself"):
         Laplace.load(tmp_path / "a", model, subset_of_weights="all")
     saved(model, tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"says itself which weights it is of: 'all'. Leave out"):
+    with pytest.raises(CheckpointError, match=r"already says which weights are uncertain: 'all'. Leave out"):
         Laplace.load(tmp_path / "b", model, subset_of_weights=Biases())
 
 

@@ -36,5 +36,5 @@ def test_a_structure_fits_predicts_prints_tunes_saves_and_loads(tmp_path):
     assert "Floored" in repr(la.coverage())
     la.save(tmp_path / "mine")
     assert torch.equal(Laplace.load(tmp_path / "mine", model, hessian_structure=Floored(0.5))(x), la(x))
-    with pytest.raises(CheckpointError, match=r"a structure of yours, 'Floored, floor=0.5'.*hessian_structure="):
+    with pytest.raises(CheckpointError, match=r"your own structure, 'Floored, floor=0.5'.*hessian_structure="):
         Laplace.load(tmp_path / "mine", model)

@@ -32,5 +32,5 @@ def test_a_subset_fits_predicts_prints_saves_and_loads(tmp_path):
     assert len(la.coverage()) == 2
     la.save(tmp_path / "mine")
     assert torch.equal(Laplace.load(tmp_path / "mine", model, subset_of_weights=Smallest(2))(x), la(x))
-    with pytest.raises(CheckpointError, match=r"a subset of weights of yours, 'smallest\(2\)'.*subset_of_weights="):
+    with pytest.raises(CheckpointError, match=r"your own subset of weights, 'smallest\(2\)'.*subset_of_weights="):
         Laplace.load(tmp_path / "mine", model)

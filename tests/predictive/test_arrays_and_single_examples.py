@@ -96,7 +96,7 @@ def test_an_example_without_a_batch_is_refused_with_what_to_write(case, subset, 
     calls = [la, la.predict, la.functional_samples, lambda x: la.predict([x])]
     calls += [] if structure == "gp" else [lambda x: la(x, pred_type="nn")]
     for call in calls:
-        with pytest.raises(InputError, match=r"single example, where a batch is needed. Write x\[0:1\]"):
+        with pytest.raises(InputError, match=r"single example, but a batch is needed. Write x\[0:1\]"):
             call(x[0])
         call(x[0:1])
     wide = la.predict(x).mean

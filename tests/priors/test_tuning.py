@@ -190,7 +190,7 @@ def test_files_with_a_density_of_the_user_ask_for_it(tmp_path):
     case.fit(from_log_density(_logistic, scale=1.0)).save(path)
     with pytest.raises(InputError, match=r"Laplace\.load\(\.\.\., prior=\)"):
         Laplace.load(path, case.model)
-    with pytest.raises(CheckpointError, match="from_log_density\\(_logistic\\), and prior= is"):
+    with pytest.raises(CheckpointError, match="from_log_density\\(_logistic\\), but prior= is"):
         Laplace.load(path, case.model, prior=from_log_density(_flat_top, scale=1.0, shift=1.0))
     case.fit(StudentT()).save(path)
     with pytest.raises(CheckpointError, match="leave it out for others"):

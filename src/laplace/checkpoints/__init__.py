@@ -1,1 +1,1 @@
-"""Files that hold only numbers and words: fitted posteriors, and fits that were interrupted."""
+"""Save and load fitted posteriors and interrupted fits. Files hold only numbers and words."""

@@ -1,4 +1,4 @@
-"""One file of tensors and words: safetensors, with a JSON header in its metadata and a checksum over everything.
+"""Write and read one file of tensors and words: safetensors with a JSON header in its metadata, and a checksum.
 
 Reading it runs no code. The file is mapped into memory, so callers copy the tensors that they keep.
 """

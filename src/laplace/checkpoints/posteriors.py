@@ -1,4 +1,4 @@
-"""A fitted posterior in a file: the options that make a `Laplace` of its kind, its network's digests, and its state."""
+"""Save and load a posterior: the options of its `Laplace`, digests of its network, and its state."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from laplace.weights import All, Choice, LastLayer, Named, Subnetwork, Subset, W
 
 KIND = "posterior"
 _DIGEST = "points/digest"
-_YOURS = "yours"  # a part that is made by code of the user's, by the name that it gives itself
+_YOURS = "yours"  # marks a part that the user's code makes, with its description
 
 
 class Loadable(Protocol):
-    """What a file is loaded into: made from the options in it, it takes over the state."""
+    """Can be made from the options in a file, and take over its state."""
 
     @property
     def runner(self) -> Runner: ...
@@ -46,7 +46,7 @@ Kind = TypeVar("Kind", bound=Loadable)
 
 
 def save(la: Fitted, path: str | os.PathLike[str], with_data: bool = False) -> None:
-    """Write a posterior; the inputs that a 'gp' is made of only `with_data`."""
+    """Write a posterior to a file. The training inputs of a 'gp' are written only with `with_data`."""
     fit = la.posterior.fit
     if changed := la.runner.changed(fit.mean, thoroughly=True):
         raise UnsupportedError(
@@ -71,13 +71,13 @@ def load(
     structure: Structure | None = None,
     subset: Subset | None = None,
 ) -> Kind:
-    """Return the posterior at `path`, on `model`, with those parts that a file cannot hold."""
+    """Return the posterior at `path` on `model`. The other arguments are parts that a file cannot hold."""
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
     if names is not None and not (
         isinstance(names, Mapping) and all(isinstance(word, str) for pair in names.items() for word in pair)
     ):
-        raise OptionError(f"names={shown(names)} must say which names changed: {{'old': 'new'}}.")
+        raise OptionError(f"names={shown(names)} must be a mapping from old to new names: {{'old': 'new'}}.")
     contents = container.read(path, KIND)
     try:
         options, network, state = (contents[key] for key in ("options", "network", "state"))
@@ -99,11 +99,11 @@ def load(
     except LaplaceError:
         raise
     except Exception as error:  # a header that was made by hand
-        raise CheckpointError(f"{str(path)!r} is damaged: what it says fits nowhere ({error!r}).") from error
+        raise CheckpointError(f"{str(path)!r} is damaged: its contents do not fit together ({error!r}).") from error
 
 
 def _options(la: Fitted) -> dict[str, Any]:
-    """What `Laplace` is called with, but for model, prior and noise: these are in the state."""
+    """Return the arguments of `Laplace`, without model, prior and noise. These are in the state."""
     runner = la.runner
     spec, fit = runner.spec, la.posterior.fit
     subset, structure, likelihood = spec.weights, spec.structure, spec.likelihood
@@ -131,7 +131,7 @@ def _options(la: Fitted) -> dict[str, Any]:
 
 
 def _subset(subset: Subset, fit: Fit) -> str | list[str] | dict[str, str]:
-    """As it was written; of a predicate, the names that it chose; of a class of the user's, its label."""
+    """Return the subset for the file: as the user wrote it, the names of a predicate, or the label of an own class."""
     if type(subset) is Named:
         return subset.patterns
     if type(subset) is Where:
@@ -140,15 +140,15 @@ def _subset(subset: Subset, fit: Fit) -> str | list[str] | dict[str, str]:
 
 
 def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> Structure | str:
-    """Return the structure of a file, or the user's own, which must be the one that was saved."""
+    """Return the structure of a file, or the given one, which must be the one that was saved."""
     told = options["hessian_structure"]
     if given is None:
         if isinstance(told, Mapping):
-            raise _missing(path, "a structure", told[_YOURS], "hessian_structure=")
+            raise _missing(path, "structure", told[_YOURS], "hessian_structure=")
         return told
     if not isinstance(given, Structure):
         raise OptionError(f"hessian_structure={shown(given)} must be the structure itself, as in MyStructure().")
-    if not isinstance(told, Mapping):  # one of ours is made by name: its options are in the file
+    if not isinstance(told, Mapping):  # a structure of ours: its name and options are in the file
         kinds = {key: options[key] for key in STRUCTURE_OPTIONS if key in options}
         made = structure_named(told, {**STRUCTURE_OPTIONS, **kinds})
         if type(given) is type(made) and given.described == made.described:
@@ -162,49 +162,49 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
 
 
 def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:
-    """Return the choice of weights of a file, or the user's own, which must be the one that was saved."""
+    """Return the subset of a file, or the given one, which must be the one that was saved."""
     told = options["subset_of_weights"]
     if given is None:
         if isinstance(told, Mapping):
-            raise _missing(path, "a subset of weights", told[_YOURS], "subset_of_weights=")
+            raise _missing(path, "subset of weights", told[_YOURS], "subset_of_weights=")
         return told
     if not isinstance(given, Subset):
         raise OptionError(f"subset_of_weights={shown(given)} must be the subset itself, as in MySubset().")
     if not isinstance(told, Mapping):
         raise CheckpointError(
-            f"{str(path)!r} says itself which weights it is of: {told!r}. Leave out subset_of_weights=."
+            f"{str(path)!r} already says which weights are uncertain: {told!r}. Leave out subset_of_weights=."
         )
     if given.label != told[_YOURS]:
         raise CheckpointError(
-            f"{str(path)!r} is of the weights {told[_YOURS]!r}; subset_of_weights= is {given.label!r}."
+            f"{str(path)!r} has the subset of weights {told[_YOURS]!r}; subset_of_weights= is {given.label!r}."
         )
     return given
 
 
 def _missing(path: Any, what: str, name: str, argument: str) -> CheckpointError:
     return CheckpointError(
-        f"{str(path)!r} has {what} of yours, {name!r}, and files hold no code. Write Laplace.load(..., {argument}) "
-        "with the same one."
+        f"{str(path)!r} needs your own {what}, {name!r}, because files hold no code. Write "
+        f"Laplace.load(..., {argument}) with the same object."
     )
 
 
 def _require_same_weights(runner: Runner, state: Mapping[str, Any], path: Any) -> None:
-    """Refuse a choice of the user's that takes other parameters of this network than those in the file."""
+    """Refuse a subset of the user that chooses other parameters than those in the file."""
     weights = runner.spec.weights
     if not isinstance(weights, Choice) or type(weights) in (Named, Where, All, Subnetwork):
         return
     names = list(weights.select(runner.model).layout.names)
     if names != list(state["names"]):
         raise CheckpointError(
-            f"{str(path)!r} is of the parameters {', '.join(state['names'])}; subset_of_weights={weights.label!r} "
-            f"takes {', '.join(names)} of this network."
+            f"{str(path)!r} has the parameters {', '.join(state['names'])}; subset_of_weights={weights.label!r} "
+            f"chooses {', '.join(names)} of this network."
         )
 
 
 def _renamed_options(
     options: dict[str, Any], state: Mapping[str, Any], renamed: bool, rename: Rename
 ) -> dict[str, Any]:
-    if renamed and isinstance(options["subset_of_weights"], list):  # globs need not fit the new names
+    if renamed and isinstance(options["subset_of_weights"], list):  # globs may not match the new names
         options["subset_of_weights"] = list(state["names"])
     if options.get("last_layer_name") is not None:
         options["last_layer_name"] = rename(options["last_layer_name"])
@@ -214,8 +214,8 @@ def _renamed_options(
 def _require_network(then: Mapping[str, Mapping[str, Any]], model: nn.Module, path: Any) -> None:
     if differ := digests.differing(then, digests.of_network(model)):
         raise CheckpointError(
-            f"{str(path)!r} is the posterior of another network: {differ}. Load the weights that it was fitted at; "
-            "where only names changed, write names={'old': 'new'}, of parameters or modules."
+            f"{str(path)!r} is the posterior of another network: {differ}. Load the weights that it was fitted at. If "
+            "only names have changed, write names={'old': 'new'} with names of parameters or modules."
         )
 
 
@@ -223,47 +223,45 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
     if given is None:
         if told["ours"]:
             return _made(told.get("kind", told["name"]), told.get("options", {}), path)
-        raise _missing(path, "a likelihood", told["name"], "likelihood=")
+        raise _missing(path, "likelihood", told["name"], "likelihood=")
     if (name := likelihood_named(given).described) != told["name"]:
         raise CheckpointError(f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}.")
     return likelihood_named(given)
 
 
 def _own_prior(state: Mapping[str, Any], given: Prior, path: Any) -> Prior:
-    """A prior of the user's, if the file has one of that name."""
+    """Return the given prior if the file has one of that name."""
     told = state.get(PRIOR, {})
     if not isinstance(given, Custom) or told.get("called") != given.called:
         there = f"from_log_density({told['called']})" if "called" in told else "with all of its values"
         raise CheckpointError(
-            f"{str(path)!r} has its prior {there}, and prior= is {given!r}. prior= is for one of from_log_density; "
-            "leave it out for others, and set la.prior afterwards to change it."
+            f"{str(path)!r} has its prior {there}, but prior= is {given!r}. prior= is only for priors of "
+            "from_log_density. Leave it out for others, and set la.prior afterwards to change it."
         )
     return given
 
 
 def _made(kind: str, options: Mapping[str, Any], path: Any) -> Likelihood:
-    """One of our likelihoods with the options in the file."""
+    """Return one of our likelihoods with the options in the file."""
     try:
         return LIKELIHOODS[kind](**options)
     except Exception as error:
-        raise CheckpointError(
-            f"{str(path)!r} is damaged: its likelihood {kind!r} is none of ours ({error})."
-        ) from error
+        raise CheckpointError(f"{str(path)!r} is damaged: its likelihood {kind!r} cannot be made ({error}).") from error
 
 
 def _inputs(runner: Runner, state: Mapping[str, Any], data: Iterable[Any] | None, path: Any) -> list[Any]:
-    """The inputs of the kept points, looked up in the data."""
+    """Return the inputs of the kept points, looked up in the data."""
     sizes = [len(vectors) for vectors in state[VECTORS]]
     if data is None:
         raise CheckpointError(
-            f"{str(path)!r} is a 'gp' made of {sum(sizes)} inputs of the training data and does not hold them. Write "
-            "Laplace.load(..., data=train_loader), with the batches in the order in which it was fitted."
+            f"{str(path)!r} is a 'gp' that needs {sum(sizes)} inputs of the training data, and does not hold them. "
+            "Write Laplace.load(..., data=train_loader), with the batches in the same order as for the fit."
         )
     batches = runner.batches(data, False, "load")
     found = inputs_at(batches, state[NUMBERS].cpu().split(sizes))
     if found is None or digest_of(found) != state[_DIGEST]:
         raise CheckpointError(
-            f"data= does not hold the {sum(sizes)} inputs that {str(path)!r} was fitted on, at their places. Give the "
-            "same data in the same order (shuffle=False), or save with la.save(path, with_data=True)."
+            f"data= does not hold the {sum(sizes)} inputs that {str(path)!r} was fitted on, in the same places. Give "
+            "the same data in the same order (shuffle=False), or save with la.save(path, with_data=True)."
         )
     return [part.inputs.x for part in found]

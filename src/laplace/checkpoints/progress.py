@@ -1,4 +1,4 @@
-"""A fit that can be interrupted: its partial sums are written to a file every few batches.
+"""Make a fit resumable: write its partial sums to a file every few batches.
 
 The file does not hold the data that was read, only its digest. The same call reads that data again without running the
 network, and continues after it.
@@ -34,7 +34,7 @@ _SUMS = {"grams": Mapping, "others": Mapping, "generators": Mapping, "like": Ten
 
 
 class Progress:
-    """How far a run over the data has come, and the file that stores it."""
+    """Tracks how far a run over the data has come, and stores it in a file."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""A fitted posterior as a flat dict of tensors, numbers and strings, loadable with `torch.load(weights_only=True)`.
+"""Turn a fitted posterior into a flat dict of tensors, numbers and strings, and back.
 
-It holds sums over the data, never the data. The exception is a posterior made of data points, if the user asks for
-them.
+`torch.load(weights_only=True)` can load it. It holds sums over the data, never the data. The only exception is a
+posterior made of data points, if the user asks for them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _prior_state(prior: Prior, layout: Layout) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Restored:
-    """The contents of a state, checked against the network: a posterior, and the weights that it is over.
+    """Holds the contents of a state, checked against the network: a posterior and its uncertain weights.
 
     Attributes:
         fit: The sums over the data.
@@ -178,9 +178,9 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
     prior = _prior(state, layout, given)
     if earlier:
         if not isinstance(prior, GaussianPrior):
-            raise InputError("the state is damaged: it has sums of earlier tasks, and a prior that goes with none.")
+            raise InputError("the state is damaged: it has sums of earlier tasks, but its prior is not Gaussian.")
         if "n_earlier" not in state:
-            raise InputError("the state is damaged: it has sums of earlier tasks, and n_earlier is missing.")
+            raise InputError("the state is damaged: it has sums of earlier tasks, but n_earlier is missing.")
         schema.require_same_form(sums, earlier)
         schema.require_sums(fit, earlier)
         before = replace(fit, mean=prior.mean, sums=earlier, data={}, n_data=state["n_earlier"])
@@ -193,7 +193,7 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
 
 
 def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
-    """The prior of a state; of one that has only its hyperparameters, with the function of the prior given."""
+    """Return the prior of a state. If the state lacks its log-density, take the function of the prior `given`."""
     if PRIOR not in state:
         return GaussianPrior.of(state["prior_precision"], state["prior_mean"])
     told = state[PRIOR]
@@ -205,8 +205,8 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
         return PRIORS[kind].from_state(told, layout)
     if not isinstance(given, Custom) or given.called != told["called"]:
         raise InputError(
-            f"the state has a prior of yours, from_log_density({told['called']}), and states hold no code. Give the "
-            "same one: Laplace(..., prior=), or Laplace.load(..., prior=)."
+            f"the state has your own prior, from_log_density({told['called']}), and states hold no code. Give the "
+            "same prior: Laplace(..., prior=), or Laplace.load(..., prior=)."
         )
     return given.with_hyperparameters(**told["hyperparameters"])
 

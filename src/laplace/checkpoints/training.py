@@ -1,4 +1,4 @@
-"""Training that can be interrupted: its state in one file, which runs no code when it is loaded."""
+"""Make training resumable: keep its state in one file. Loading the file runs no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""laplace-torch's names: enums of options in `laplace.compat.enums`, selectors of weights in `laplace.compat.masks`."""
+"""Provide laplace-torch's names: enums of options in `enums`, selectors of weights in `masks`."""
 
 from laplace.compat import enums as enums
 from laplace.compat import masks as masks

@@ -1,4 +1,4 @@
-"""laplace-torch's names of the options, as string enums: `HessianStructure.KRON == 'kron'`."""
+"""Provide laplace-torch's names of options as string enums: `HessianStructure.KRON == 'kron'`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class _Name(str, Enum):
 
 
 class SubsetOfWeights(_Name):
-    """Which weights are uncertain, by name."""
+    """Names the choices of uncertain weights."""
 
     LAST_LAYER = "last_layer"
     ALL = "all"
@@ -19,7 +19,7 @@ class SubsetOfWeights(_Name):
 
 
 class HessianStructure(_Name):
-    """What is kept of the curvature."""
+    """Names the structures of the curvature."""
 
     FULL = "full"
     KRON = "kron"
@@ -32,7 +32,7 @@ class HessianStructure(_Name):
 
 
 class Curvature(_Name):
-    """Which curvature."""
+    """Names the curvature estimators."""
 
     GGN = "ggn"
     SKETCH = "sketch"
@@ -42,7 +42,7 @@ class Curvature(_Name):
 
 
 class Likelihood(_Name):
-    """The likelihoods that have a name; as objects they are in `laplace.likelihoods`."""
+    """Names the likelihoods. Their classes are in `laplace.likelihoods`."""
 
     REGRESSION = "regression"
     CLASSIFICATION = "classification"
@@ -56,7 +56,7 @@ class Likelihood(_Name):
 
 
 class PredType(_Name):
-    """Whether predictions are those of the linearised network, of the network itself, or of a 'gp'."""
+    """Names what predicts: the linearised network, the network itself, or a 'gp'."""
 
     GLM = "glm"
     NN = "nn"
@@ -64,7 +64,7 @@ class PredType(_Name):
 
 
 class LinkApprox(_Name):
-    """How the mean of the inverse link is approximated; which of them there are depends on the likelihood."""
+    """Names the approximations of the mean of the inverse link. Each likelihood has some of them."""
 
     PROBIT = "probit"
     MC = "mc"
@@ -76,14 +76,14 @@ class LinkApprox(_Name):
 
 
 class TuningMethod(_Name):
-    """How `Laplace.optimize_prior_precision` finds the prior precision."""
+    """Names the methods of `Laplace.optimize_prior_precision`."""
 
     MARGLIK = "marglik"
     GRIDSEARCH = "gridsearch"
 
 
 class PriorStructure(_Name):
-    """How many prior precisions there are."""
+    """Names the groups of weights that share a prior precision."""
 
     SCALAR = "scalar"
     LAYERWISE = "layerwise"
@@ -91,7 +91,7 @@ class PriorStructure(_Name):
 
 
 class FeatureReduction(_Name):
-    """What a network makes of a sequence behind its last layer."""
+    """Names the ways in which a network reduces a sequence after its last layer."""
 
     PICK_FIRST = "pick_first"
     PICK_LAST = "pick_last"

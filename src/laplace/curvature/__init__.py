@@ -1,4 +1,4 @@
-"""Which curvature: the vectors that are sent back from the outputs. One estimator per file."""
+"""Choose the curvature, that is, the vectors that are sent back from the outputs. One estimator per file."""
 
 from __future__ import annotations
 

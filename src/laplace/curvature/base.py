@@ -1,4 +1,4 @@
-"""What an estimator of the curvature is: the vectors that are sent back from the outputs of each example."""
+"""Define curvature estimators: they choose the vectors that are sent back from the outputs of each example."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Estimator(ABC):
     """Estimates Lambda, the curvature of -log p(y given f) in the outputs f.
 
     Attributes:
-        name: how `curvature=` calls it.
+        name: its name for `curvature=`.
         draws: whether it draws random numbers.
-        exact_hessian: whether the second derivatives of the network itself are asked for, beyond those of the loss.
+        exact_hessian: whether second derivatives of the network itself are needed, besides those of the loss.
     """
 
     name: ClassVar[str]
@@ -30,7 +30,7 @@ class Estimator(ABC):
 
     @property
     def vectors(self) -> int:
-        """Vectors per example that an estimate draws; 1 where nothing is drawn."""
+        """Return how many vectors per example are drawn, or 1 if none are."""
         return 1
 
     @abstractmethod
@@ -46,13 +46,13 @@ class Estimator(ABC):
 
 @dataclass(frozen=True)
 class Drawn(Estimator):
-    """An unbiased estimate of the GGN from a few random vectors.
+    """Estimates the GGN without bias from a few random vectors.
 
     Attributes:
         samples: how many vectors per example.
 
     Raises:
-        OptionError: `samples` is no whole number of at least 1.
+        OptionError: `samples` is not a whole number of at least 1.
     """
 
     samples: int = 1

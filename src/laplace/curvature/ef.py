@@ -1,4 +1,4 @@
-"""Empirical Fisher: the squared score at the true label, Lambda = (d log p(y given f)/df) (same)^T."""
+"""Compute the empirical Fisher, Lambda = u u^T with the score u = d log p(y given f)/df at the true label."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laplace.linalg.output_curvature import OutputCurvature
 
 
 class EF(Estimator):
-    """The outer product of each example's own score. Sends back one vector per example."""
+    """Takes the outer product of each example's score. Sends back one vector per example."""
 
     name: ClassVar[str] = "ef"
 

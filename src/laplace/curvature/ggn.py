@@ -1,4 +1,7 @@
-"""Generalised Gauss-Newton, equal to the exact Fisher: Lambda = E over y of the squared score, in closed form."""
+"""Compute the generalised Gauss-Newton matrix: Lambda = E over y of score score^T, in closed form.
+
+It equals the exact Fisher.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from laplace.linalg.output_curvature import OutputCurvature
 
 
 class GGN(Estimator):
-    """The exact GGN. Sends back C vectors per example, C - 1 for softmax."""
+    """Computes the exact GGN. Sends back C vectors per example, C - 1 for softmax."""
 
     name: ClassVar[str] = "ggn"
 
@@ -24,7 +27,7 @@ class GGN(Estimator):
 
 
 class Hessian(GGN):
-    """The exact Hessian of the loss in the weights, by Hessian-vector products; in the outputs it is the GGN's."""
+    """Computes the exact Hessian of the loss in the weights, by Hessian-vector products. Lambda is that of the GGN."""
 
     name: ClassVar[str] = "hessian"
     exact_hessian: ClassVar[bool] = True

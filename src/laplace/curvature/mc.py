@@ -1,4 +1,4 @@
-"""Monte-Carlo Fisher: the squared score at labels drawn from the model, an unbiased estimate of the GGN."""
+"""Estimate the Fisher by Monte Carlo: score score^T at labels drawn from the model. It has no bias from the GGN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laplace.linalg.output_curvature import OutputCurvature
 
 
 class MC(Drawn):
-    """The mean over `samples` drawn labels of the score's outer product."""
+    """Averages the outer product of the score over `samples` drawn labels."""
 
     name: ClassVar[str] = "mc"
 

@@ -1,7 +1,7 @@
-"""Sketched GGN: v = L eps with L L^T = Lambda and Rademacher eps, an unbiased estimate without drawing labels.
+"""Sketch the GGN: send back v = L eps with L L^T = Lambda and random signs eps. E[v v^T] = Lambda.
 
-On confident networks it has far less variance than the Monte-Carlo Fisher, whose drawn label is nearly always the
-predicted one.
+No labels are drawn. For confident networks the variance is far smaller than that of the Monte-Carlo Fisher, whose drawn
+label is nearly always the predicted one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from laplace.linalg.sampling import signs
 
 
 class Sketch(Drawn):
-    """The mean over `samples` sketches of v v^T."""
+    """Averages v v^T over `samples` sketches."""
 
     name: ClassVar[str] = "sketch"
 

@@ -1,1 +1,1 @@
-"""What is done with a posterior: fit, predict, read, add, compare."""
+"""Fit, predict, inspect, and combine posteriors."""

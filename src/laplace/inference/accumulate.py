@@ -1,4 +1,4 @@
-"""Runs over the data: every batch passes through the network once per run and is added to the sums."""
+"""Run over the data. In each run, every batch passes through the network once and is added to the sums."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Progress(Protocol):
     """Stores the partial sums of a fit, so that an interrupted fit can continue.
 
     Attributes:
-        every: After how many batches the sums are written.
+        every: the number of batches between two writes.
     """
 
     every: int
@@ -71,7 +71,7 @@ class Progress(Protocol):
 
 
 class Accumulator:
-    """Sums of the curvature and of the log-likelihood, batch by batch."""
+    """Adds up the sums of the curvature and of the log-likelihood, batch by batch."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Accumulator:
         self.estimator, self.generator, self.budget = estimator, generator, budget
         self.progress = progress
         self.sums: dict[str, Any] = {}  # of the current run over the data
-        self._zeros: dict[str, Any] = {}  # what batches left of tensors that they did not use
+        self._zeros: dict[str, Any] = {}  # the sums of tensors in batches that did not use them
         self.totals: Sums = {}  # after all runs so far
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
         self._counting = False  # whether any example counts
         self._pending: list[Moments] = []
         self._held = 0
-        self._like = torch.empty(0)  # of the outputs' dtype and device
+        self._like = torch.empty(0)  # an empty tensor with the dtype and device of the outputs
         self.pass_: Pass = structure
         self._before: Sums = {}
         self._n_before = 0
@@ -327,7 +327,7 @@ class Accumulator:
         if self.estimator.name == "ef" and forward.positions.several and targets.weights is not None:
             raise UnsupportedError(
                 "curvature='ef' squares the score of a whole example, all positions together, so positions cannot have "
-                "weights of their own. Take curvature='ggn', 'sketch' or 'mc', or weights of 0 and 1."
+                "their own weights. Take curvature='ggn', 'sketch' or 'mc', or weights of 0 and 1."
             )
         made = self.estimator(self.likelihood, forward.outputs, targets.y, self.generator)
         return made.weighted(targets.weights)
@@ -344,7 +344,7 @@ class Accumulator:
             self._pending, self._held = [], 0
 
     def _add_sums(self, moments: Moments) -> None:
-        """Add what a batch leaves. Tensors that it does not use wait for one that does: only that knows their form."""
+        """Add the sums of a batch. Sums of unused tensors wait for a batch that uses them, which shows their form."""
         part = self.pass_.sums(moments, self.layout)
         names = {name for name, m in zip(self.layout.names, moments.parameters, strict=True) if is_absent(m)}
         waiting = {key: value for key, value in part.items() if key.rpartition("/")[0] in names}
@@ -352,7 +352,7 @@ class Accumulator:
         self._zeros = {**waiting, **self._zeros}
 
     def _notice_forms(self, moments: Moments) -> None:
-        """A tensor whose gradients are outer products in one batch and not in another has no common sums."""
+        """Refuse a tensor whose gradients are outer products in one batch but not in another: such sums do not add."""
         forms = [
             _ABSENT if is_absent(m) else (m.form, tuple(m.factors) if m.form == "kron" else ())
             for m in moments.parameters
@@ -389,7 +389,7 @@ class Accumulator:
 
 
 def _alike(f: Tensor, other: Tensor) -> bool:
-    """Whether two outputs are equal up to rounding."""
+    """Return whether two outputs are equal up to rounding."""
     return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
 
 

@@ -1,4 +1,4 @@
-"""Fit a posterior over functions: the first run over the data draws the points that the sums are made of."""
+"""Fit a posterior over functions: the first run over the data draws points, and the sums come from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from laplace.structures.functional.subset import Subset
 
 
 class SubsetAccumulator(Accumulator):
-    """Sums of the log-likelihood over all data, and a random subset of its points."""
+    """Adds up the log-likelihood over all data, and draws a random subset of its points."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

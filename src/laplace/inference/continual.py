@@ -68,7 +68,7 @@ def without(whole: Fit, part: Fit) -> Fit:
 
 
 def _semidefinite(sums: Sums, tolerance: float) -> bool:
-    """Whether no sum has negative eigenvalues, apart from rounding."""
+    """Return whether no sum has negative eigenvalues, apart from rounding."""
     spectra = [torch.linalg.eigvalsh(v) if v.dim() > 1 and v.shape[-1] == v.shape[-2] else v for v in sums.values()]
     return all(float(values.min()) >= -tolerance * float(values.abs().max()) for values in spectra)
 
@@ -78,8 +78,8 @@ def _require_the_same(left: Fitted, right: Fitted, sign: str) -> None:
     a, b = left.posterior.fit, right.posterior.fit
     if not a.structure.adds:
         raise UnsupportedError(
-            f"a {sign} b: what {a.structure.name!r} keeps depends on all data, so it is not a sum over shards. Fit "
-            f"it on all data at once, or take {adding()}, whose sums add."
+            f"a {sign} b: the sums of {a.structure.name!r} depend on all data, so that they cannot be added. Fit all "
+            f"data at once, or take {adding()}, whose sums add."
         )
     theirs = right.runner.spec.described(b.kind)
     pairs = {key.replace("_", " "): (value, theirs[key]) for key, value in left.runner.spec.described(a.kind).items()}

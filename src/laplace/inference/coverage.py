@@ -1,4 +1,4 @@
-"""`la.coverage()`: which rule explains each parameter, what is kept of its curvature, and how many bytes that takes."""
+"""Report, in `la.coverage()`, the rule for each parameter, the kept form of its curvature, and its bytes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from laplace.posterior.posterior import Fit
 
 _HEAD: Final[tuple[str, ...]] = ("parameter", "shape", "weights", "rule", "kept", "bytes")
 _RIGHT: Final = {2, 5}  # columns of numbers
-_SHOWN, _ENDS = 30, 10  # tensors up to which all are shown; else so many of either end
-_RULES = 6  # that are counted by name
-_PART = 4  # characters of a part of a name that stay, however narrow the table
+_SHOWN, _ENDS = 30, 10  # up to 30 tensors are all shown; of more, 10 from each end
+_RULES = 6  # the most rules to list with their counts
+_PART = 4  # parts of names are cut to no fewer characters
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter tensor.
+    """Describes one parameter tensor.
 
     Attributes:
-        name: of the parameter.
-        shape: of the parameter.
-        weights: how many of its weights are uncertain.
-        rule: what explains its gradients.
-        kept: what is kept of its curvature.
-        bytes: what that takes.
-        own: whether it is kept in the structure's own form.
+        name: the name of the parameter.
+        shape: the shape of the parameter.
+        weights: the number of its uncertain weights.
+        rule: the rule for its gradients.
+        kept: the kept form of its curvature.
+        bytes: the memory that this takes.
+        own: True if it has the structure's own form, False if it has a fallback form.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """All uncertain parameter tensors; prints as a table, of many tensors the first and the last.
+    """Lists all uncertain parameter tensors, and prints as a table. Of many tensors it shows the first and the last.
 
     Attributes:
-        rows: a `Row` for each.
+        rows: one `Row` per tensor.
     """
 
     rows: tuple[Row, ...]
@@ -60,18 +60,18 @@ class Coverage:
 
     @property
     def bytes(self) -> int:
-        """Of all sums together."""
+        """Return the bytes of all sums together."""
         return sum(row.bytes for row in self.rows)
 
     def other_forms(self, structure: str) -> str:
-        """Say which tensors are kept in another form than the structure's own; nothing where there is none."""
+        """Describe which tensors have a fallback form. Returns '' if none has."""
         others = [row for row in self.rows if not row.own]
         named = ", ".join(f"{row.name} ({row.kept})" for row in others[:3])
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         if not others:
             return ""
         return (
-            f"{structure} keeps {len(others)} of {len(self)} tensors in another form, since their gradients are no "
+            f"{structure} keeps {len(others)} of {len(self)} tensors in another form, because their gradients are not "
             f"outer products: {named}{more}. See la.coverage()."
         )
 
@@ -79,9 +79,9 @@ class Coverage:
         """Return the table as text.
 
         Args:
-            all: show every tensor with its whole name; else of more than 30 tensors the first and the last ten, and
-                how many each rule explains.
-            width: columns to fit into, if not `all`: bytes are rounded, and long parts of names are cut.
+            all: whether to show every tensor with its whole name. Otherwise, of more than 30 tensors the first and last
+                ten are shown, and the number of tensors per rule.
+            width: the most columns, unless `all`. To fit, bytes are rounded and long parts of names are cut.
         """
         if flag(all, "all") or len(self.rows) <= _SHOWN:
             return "\n".join(_lines(self, self.rows, None if all else width))
@@ -96,7 +96,7 @@ class Coverage:
 
 
 def _lines(coverage: Coverage, rows: Sequence[Row], width: int | None) -> list[str]:
-    """Return the lines of a table of some rows, with the total of all."""
+    """Return the lines of a table with these rows, and the total of all rows."""
     names, size = [row.name for row in rows], _exact
     table = _laid_out(coverage, rows, names, size)
     if width is not None and len(table[1]) > width:
@@ -140,7 +140,7 @@ def _shortened(names: Sequence[str], width: int) -> list[str]:
 
 
 def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
-    """Read off a fit and its plan (None for a last layer, and before the network has run)."""
+    """Return the coverage of a fit. Its plan is None for a last layer, and before the network has run."""
     layout, rows = fit.layout, []
     kept = fit.structure.describe(fit.sums, layout)
     for name, shape, size, of in zip(layout.names, layout.tensor_shapes, layout.sizes, kept, strict=True):

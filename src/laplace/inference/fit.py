@@ -1,4 +1,4 @@
-"""Fitting: from a loader to the sums that a posterior is made of."""
+"""Fit: read a loader, and return the sums that a posterior is made of."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from laplace.weights import All, FoundLastLayer, Selection
 
 
 class Journal(Progress, Protocol):
-    """Partial sums of a fit in a file, which goes once the fit is there."""
+    """Keeps the partial sums of a fit in a file, which is removed once the fit is complete."""
 
     def remove(self) -> None:
-        """Remove what was written."""
+        """Remove the file."""
         ...
 
 
@@ -43,16 +43,16 @@ def fit(
     generator: torch.Generator | None = None,
     journal: Opens | None = None,
 ) -> Fit:
-    """Run the network over the data and return the sums of its curvature, at the weights that it has now.
+    """Run the network over the data and return the sums of its curvature at its current weights.
 
     Args:
-        runner: the network and what is asked of it; it remembers the network of a fit that came to its end.
-        loader: batches, read once or as often as the structure needs.
-        prior: checked against the weights that are found.
-        before: the sums of earlier data, to which these are added.
-        progress_bar: whether one is shown.
-        generator: what estimates of the curvature draw from; torch's own if left out.
-        journal: makes what keeps the partial sums of a long fit.
+        runner: the network and the user's options. After a complete fit it remembers the state of the network.
+        loader: the batches, read as often as the structure needs.
+        prior: the prior. It is checked against the weights that are found.
+        before: the sums of earlier data, to which the new ones are added.
+        progress_bar: whether to show a progress bar.
+        generator: the generator for estimates of the curvature. None uses torch's own.
+        journal: a function that opens a file for the partial sums of a long fit.
     """
     runner.require_rereading(loader, before)
     runner.notice_processes()
@@ -65,7 +65,7 @@ def fit(
     spec, stream = runner.spec, read()
     first = next(stream, None)
     if first is None:
-        raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
+        raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
     with within(f"batch {first.index}", runs=True):
         weights = runner.find_weights(first.inputs, keep=before is not None)
         if before is not None:
@@ -102,13 +102,13 @@ def fit(
 def _unregistered(shapes: list[tuple[int, ...]]) -> str:
     more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
     return (
-        f"the network uses a trainable parameter of shape {shapes[0]}{more} that is none of model.parameters(): kept "
-        "in a list, a tuple or an object. It is taken as certain. Keep parameters in nn.ParameterList or as attributes "
-        "and layers in nn.ModuleList, or write requires_grad_(False)."
+        f"the network uses a trainable parameter of shape {shapes[0]}{more} that is not in model.parameters(), because "
+        "it is kept in a list, a tuple or an object. It is treated as certain. Keep parameters in nn.ParameterList or "
+        "as attributes, and layers in nn.ModuleList, or write requires_grad_(False)."
     )
 
 
 def _as_before(runner: Runner, before: Fit) -> Estimator:
-    """Return the estimator of the data before, which a fit may have chosen by itself."""
+    """Return the estimator of the earlier fit, which that fit may have chosen itself."""
     asked = runner.spec.curvature
     return asked if asked is not None and asked.name == before.kind else CURVATURES[before.kind]()

@@ -1,4 +1,4 @@
-"""What can be read off a fitted posterior: sizes, the terms of the evidence, densities, the precision itself."""
+"""Read a fitted posterior: sizes, terms of the evidence, densities, precision and covariance."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from laplace.weights.layout import Layout
 
 
 class BlockMatrix:
-    """A block-diagonal matrix that is written out on request.
+    """Stands for a block-diagonal matrix, which is built only on request.
 
     Attributes:
-        to_matrix: makes the matrix, (P, P), or raises a MemoryBudgetError.
-        logdet: its log-determinant, ().
+        to_matrix: returns the dense matrix, (P, P), or raises MemoryBudgetError.
+        logdet: returns the log-determinant, ().
     """
 
     def __init__(self, to_matrix: Callable[[], Tensor], logdet: Callable[[], Tensor], layout: Layout) -> None:
@@ -34,147 +34,147 @@ class BlockMatrix:
 
 
 def _require_matrix(la: Fitted, side: int, what: str, instead: str) -> None:
-    """Refuse a square matrix that cannot fit."""
+    """Refuse a square matrix that does not fit into memory."""
     mean = la.posterior.fit.mean
-    la.runner.spec.budget.require(2 * mean.element_size() * side**2, mean.device, what, f"There is: {instead}.")
+    la.runner.spec.budget.require(2 * mean.element_size() * side**2, mean.device, what, f"Use {instead}.")
 
 
 def mean(la: Fitted) -> Tensor:  # (P,)
-    """The weights at which the posterior was fitted."""
+    """Return the weights at which the posterior was fitted."""
     return la.posterior.fit.mean.clone()
 
 
 def n_params(la: Fitted) -> int:
-    """Number of uncertain weights, P."""
+    """Return the number of uncertain weights, P."""
     return la.posterior.fit.layout.n_params
 
 
 def n_layers(la: Fitted) -> int:
-    """Number of parameter tensors, each a block."""
+    """Return the number of parameter tensors. Each is a block."""
     return len(la.posterior.fit.layout.names)
 
 
 def n_data(la: Fitted) -> int:
-    """Number of examples seen."""
+    """Return the number of training examples."""
     return la.posterior.fit.n_data
 
 
 def loss(la: Fitted) -> float:
-    """The training loss: half the squared error, or the cross-entropy, summed over the data."""
+    """Return the training loss, summed over the data: half the squared error, or the cross-entropy."""
     return float(la.posterior.fit.data["loss"])
 
 
 @plainly
 def H(la: Fitted) -> Tensor | BlockMatrix:
-    """The curvature at unit noise: (P, P) for full and lowrank, (P,) for diag, else an object with to_matrix()."""
+    """Return H at unit noise: (P, P) for full and lowrank, (P,) for diag, else an object with to_matrix()."""
     curvature = la.posterior.fit.curvature
     return _shown(la, curvature, curvature.matrix, None)
 
 
 def spectrum(la: Fitted) -> Spectrum:
-    """Return the eigenvalues that 'lowrank' kept of the curvature at unit noise, and what it left."""
+    """Return the eigenvalues of the curvature at unit noise that 'lowrank' kept, and a report on the others."""
     return la.posterior.fit.structure.spectrum(la.posterior.fit.sums)
 
 
 @plainly
 def clipped(la: Fitted) -> Clipped:
-    """How many eigenvalues of the curvature were below zero and set to it, and how far below they were.
+    """Return how many eigenvalues of the curvature were negative and set to zero, and how far below zero they were.
 
-    A few are rounding; there is a warning where they are more. Of 'lowrank' see `spectrum`.
+    A few are rounding errors. If they are more, there is a warning. For 'lowrank' see `spectrum`.
     """
     return la.posterior.curvature.clipped
 
 
 @plainly
 def log_likelihood(la: Fitted) -> Tensor:
-    """(1/T) log p(D given mean)."""
+    """Return (1/T) log p(data given mean)."""
     return la.posterior.log_likelihood
 
 
 @plainly
 def log_prior(la: Fitted) -> Tensor:
-    """log p(mean), the normalised log-density of the prior at the weights."""
+    """Return log p(mean), the normalised log-density of the prior at the weights."""
     return la.posterior.log_prior
 
 
 @plainly
 def prior_clipped(la: Fitted) -> Clipped:
-    """How many eigenvalues of the prior's curvature -d2 log p at the weights were below zero and set to it.
+    """Return how many eigenvalues of the prior's curvature -d2 log p at the weights were negative and set to zero.
 
-    Those of a prior that is not log-concave, as a Student-t in its tails; `lowest` is relative to the largest.
+    A prior that is not log-concave has some, such as a Student-t in its tails. `lowest` is relative to the largest.
     """
     return la.posterior.prior_clipped
 
 
 @plainly
 def scatter(la: Fitted) -> Tensor:
-    """(mean - mu0)^T D (mean - mu0)."""
+    """Return (mean - mu0)^T D (mean - mu0)."""
     return la.posterior.scatter
 
 
 @plainly
 def log_det_prior_precision(la: Fitted) -> Tensor:
-    """log det of the prior precision."""
+    """Return log det of the prior precision."""
     return la.posterior.log_det_prior_precision
 
 
 @plainly
 def log_det_posterior_precision(la: Fitted) -> Tensor:
-    """log det of the posterior precision."""
+    """Return log det of the posterior precision."""
     return la.posterior.log_det_posterior_precision
 
 
 @plainly
 def log_det_ratio(la: Fitted) -> Tensor:
-    """log det of the posterior precision minus that of the prior precision."""
+    """Return log det of the posterior precision minus log det of the prior precision."""
     return la.posterior.log_det_ratio
 
 
 def prior_precision_diag(la: Fitted) -> Tensor:  # (P,)
-    """The prior precision of each weight: the diagonal of -d2 log p at the weights."""
+    """Return the prior precision of each weight, the diagonal of -d2 log p at the weights."""
     return la.posterior.prior.diagonal(la.posterior.fit.layout, la.posterior.fit.mean)
 
 
 @plainly
 def posterior_precision(la: Fitted) -> Tensor | BlockMatrix:
-    """(P, P) for full and lowrank, (P,) for diag, else an object with to_matrix() and logdet()."""
+    """Return the precision: (P, P) for full and lowrank, (P,) for diag, else a `BlockMatrix`."""
     gaussian = la.posterior.gaussian
     return _shown(la, gaussian, gaussian.precision_matrix, gaussian.logdet)
 
 
 @plainly
 def posterior_covariance(la: Fitted) -> Tensor:  # (P, P)
-    """The covariance, dense."""
+    """Return the covariance as a dense matrix."""
     _require_matrix(la, n_params(la), "the covariance matrix of all weights", "posterior_variance, or sample()")
     return la.posterior.gaussian.covariance_matrix()
 
 
 @plainly
 def posterior_variance(la: Fitted) -> Tensor:  # (P,)
-    """The marginal variance of each weight."""
+    """Return the marginal variance of each weight."""
     return la.posterior.gaussian.marginal_variances().clone()
 
 
 @plainly
 def posterior_scale(la: Fitted) -> Tensor:
-    """A root of the covariance: (P, P) with S S^T = Sigma for full, (P,) standard deviations for diag."""
+    """Return a root of the covariance: (P, P) with S S^T = Sigma for full, (P,) standard deviations for diag."""
     root, structure = la.posterior.gaussian.scale(), la.posterior.fit.structure
     if root is None:
         raise UnsupportedError(
-            f"{structure.name} keeps no scale matrix. There is: sample(), posterior_variance, posterior_covariance."
+            f"{structure.name} has no scale matrix. Use sample(), posterior_variance or posterior_covariance."
         )
     return root
 
 
 @plainly
 def square_norm(la: Fitted, value: Tensor) -> Tensor:  # (P,) or (S, P)
-    """(value - mean)^T posterior precision (value - mean).
+    """Return (value - mean)^T posterior precision (value - mean).
 
     Args:
         value: weights, (P,) or (S, P).
 
     Raises:
-        InputError: another number of weights.
+        InputError: the number of weights is wrong.
     """
     _check_weights(la, value)
     return la.posterior.gaussian.quadratic(value.to(la.posterior.fit.mean) - la.posterior.fit.mean)
@@ -182,14 +182,14 @@ def square_norm(la: Fitted, value: Tensor) -> Tensor:  # (P,) or (S, P)
 
 @plainly
 def log_prob(la: Fitted, value: Tensor, normalized: bool = True) -> Tensor:
-    """Log-density of the posterior at some weights.
+    """Return the log-density of the posterior at some weights.
 
     Args:
         value: weights, (P,) or (S, P).
-        normalized: whether its constant is added.
+        normalized: whether to add the constant.
 
     Raises:
-        InputError: another number of weights.
+        InputError: the number of weights is wrong.
     """
     out = -0.5 * square_norm(la, value)
     if flag(normalized, "normalized"):
@@ -199,7 +199,7 @@ def log_prob(la: Fitted, value: Tensor, normalized: bool = True) -> Tensor:
 
 @plainly
 def functional_variance(la: Fitted, Js: Tensor) -> Tensor:
-    """J Sigma J^T of each example, for Jacobians that you bring.
+    """Return J Sigma J^T of each example, for Jacobians that you computed.
 
     Args:
         Js: (N, C, P).
@@ -208,7 +208,7 @@ def functional_variance(la: Fitted, Js: Tensor) -> Tensor:
         (N, C, C).
 
     Raises:
-        InputError: another number of weights.
+        InputError: the number of weights is wrong.
     """
     _check_weights(la, Js, "the Jacobian's last dimension")
     return la.posterior.gaussian.dense_variance(Js.to(la.posterior.fit.mean))
@@ -216,7 +216,7 @@ def functional_variance(la: Fitted, Js: Tensor) -> Tensor:
 
 @plainly
 def functional_covariance(la: Fitted, Js: Tensor) -> Tensor:
-    """J Sigma J^T over all examples together, for Jacobians that you bring.
+    """Return J Sigma J^T over all examples together, for Jacobians that you computed.
 
     Args:
         Js: (N, C, P).
@@ -225,7 +225,7 @@ def functional_covariance(la: Fitted, Js: Tensor) -> Tensor:
         (N C, N C).
 
     Raises:
-        InputError: another number of weights.
+        InputError: the number of weights is wrong.
     """
     _check_weights(la, Js, "the Jacobian's last dimension")
     rows = Js.to(la.posterior.fit.mean).flatten(0, -2)
@@ -235,9 +235,9 @@ def functional_covariance(la: Fitted, Js: Tensor) -> Tensor:
 
 def _check_weights(la: Fitted, value: Tensor, what: str = "value") -> None:
     if not isinstance(value, Tensor) or value.is_complex():
-        raise InputError(f"{what}: {shown(value)} came; a tensor of real numbers is needed, P = {n_params(la)}.")
+        raise InputError(f"{what} is {shown(value)}; give a tensor of real numbers with P = {n_params(la)} weights.")
     if value.dim() < 1 or value.shape[-1] != n_params(la):
-        raise InputError(f"{what}: shape {tuple(value.shape)} came; the last dimension must be P = {n_params(la)}.")
+        raise InputError(f"{what} has shape {tuple(value.shape)}; the last dimension must be P = {n_params(la)}.")
 
 
 def _block_matrix(la: Fitted, matrix: Callable[[], Tensor], logdet: Callable[[], Tensor] | None) -> BlockMatrix:
@@ -254,7 +254,7 @@ def _block_matrix(la: Fitted, matrix: Callable[[], Tensor], logdet: Callable[[],
 def _shown(
     la: Fitted, of: Curvature | Gaussian, matrix: Callable[[], Tensor], logdet: Callable[[], Tensor] | None
 ) -> Tensor | BlockMatrix:
-    """Return a matrix as compactly as it is kept: (P,), (P, P), or blocks that are written out on request."""
+    """Return a matrix in the form that it is kept in: (P,), (P, P), or blocks with a dense form on request."""
     diagonal = of.as_diagonal()
     if diagonal is not None:
         return diagonal.clone()

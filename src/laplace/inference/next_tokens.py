@@ -40,14 +40,14 @@ def shifted(batch: Batch, likelihood: Likelihood) -> Batch:
 
 
 def labels_within(batch: Batch) -> bool:
-    """Whether the labels came in one mapping with the inputs, as transformers takes them."""
+    """Return whether the labels came in one mapping with the inputs, as for transformers."""
     return isinstance(batch.inputs.x, Mapping) and batch.inputs.keys.y in batch.inputs.x
 
 
 def are_shifted(
     batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None, warn: Callable[[str], None]
 ) -> bool | None:
-    """Whether labels in a mapping have to be shifted by one position; None if this batch does not tell."""
+    """Return whether labels in a mapping have to be shifted by one position, or None if this batch does not tell."""
     later = _network_shifts(batch, model, likelihood, class_dim, warn)
     keys = batch.inputs.keys
     if later and _are_next(batch.y, batch.inputs.x.get(keys.x)):
@@ -73,7 +73,7 @@ def refuse_tokens_themselves(batch: Batch, model: nn.Module, likelihood: Likelih
 def _network_shifts(
     batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None, warn: Callable[[str], None]
 ) -> bool | None:
-    """Whether the network's own loss compares logits with the labels one position later; None if no label counts."""
+    """Return whether the network's own loss compares logits with the next labels, or None if no label counts."""
     if not isinstance(likelihood, Categorical) or batch.y.dtype not in _WHOLE:
         return False
     if class_dim is None or batch.y.dim() != 2 or batch.y.shape[1] < 2:
@@ -96,7 +96,7 @@ def _network_shifts(
 
 
 def _later(loss: Tensor, f: Tensor, y: Tensor, own: _OwnLoss, warn: Callable[[str], None]) -> bool:
-    """Whether the loss is that of labels one position later. Warn if it is neither that nor the unshifted one."""
+    """Return whether the loss is that of the next labels. Warn if it is neither that nor the unshifted one."""
     here, later = _losses(f, y), _losses(f[:, :-1], y[:, 1:])
     fits = [any(_close(loss, other) for other in others) for others in (here, later)]
     if fits == [True, True]:  # all logits are equal: does the first position's label count?
@@ -119,7 +119,7 @@ def _later(loss: Tensor, f: Tensor, y: Tensor, own: _OwnLoss, warn: Callable[[st
 
 
 def _looks_at_first(loss: Tensor, y: Tensor, classes: int, own: _OwnLoss) -> bool:
-    """Whether the loss depends on the label of the first position, whatever other terms it has."""
+    """Return whether the loss depends on the label of the first position, whatever other terms it has."""
     for step in range(1, min(classes, 4)):  # several, because another label may have the same loss
         other = y.clone()
         other[:, 0] = (other[:, 0].clamp(min=-1) + step) % classes
@@ -130,7 +130,7 @@ def _looks_at_first(loss: Tensor, y: Tensor, classes: int, own: _OwnLoss) -> boo
 
 
 class _OwnLoss:
-    """The loss that a network returns when it is given labels."""
+    """Computes the loss that a network returns when it gets labels."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.model, self.inputs = model, inputs
@@ -156,19 +156,19 @@ def _losses(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # (N, T, C), (N, T)
 
 
 def _close(loss: Tensor, other: Tensor, exactly: bool = False) -> bool:
-    """Whether two losses are equal up to rounding. NaN, the mean of nothing, equals NaN."""
+    """Return whether two losses are equal up to rounding. NaN, the mean of nothing, equals NaN."""
     tolerance = 1e-7 if exactly else max(_CLOSE, 4 * torch.finfo(loss.dtype).eps)
     same = (loss.double() - other.double()).abs() <= tolerance * other.abs().clamp(min=1e-3)
     return bool(same | (loss.isnan() & other.isnan()))
 
 
 def _equal(y: Tensor, x: Any) -> bool:
-    """Whether the labels are the tokens that the network reads, wherever they count."""
+    """Return whether the labels are the tokens that the network reads, wherever they count."""
     return isinstance(x, Tensor) and x.shape == y.shape and bool(((x == y) | (y == IGNORED)).all())
 
 
 def _are_next(y: Tensor, ids: Any) -> bool:
-    """Whether the labels are the next tokens, and not the tokens themselves."""
+    """Return whether the labels are the next tokens, and not the tokens themselves."""
     if not isinstance(ids, Tensor) or ids.shape != y.shape or _equal(y, ids):
         return False
     return _equal(y[:, :-1], ids[:, 1:])

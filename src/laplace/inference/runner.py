@@ -1,4 +1,4 @@
-"""The only thing that runs a network for a posterior: which weights, by which engine, on which parts of the inputs."""
+"""Run a network for a posterior: find the weights, choose the engine, cut the inputs into parts."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from laplace.spec import Spec, require_served
 from laplace.structures import adding
 from laplace.weights import FoundLastLayer, Selection, Snapshot, what_changed
 
-MOST_VECTORS: Final = 256  # up to which the GGN of outputs at positions is exact unasked
+MOST_VECTORS: Final = 256  # with more, outputs at positions get a sketch of the GGN by default
 
 
 class Runner:
-    """A network with the parts that were asked for, and what was learned about it by running it.
+    """Holds a network with the user's options, and facts that running it has shown.
 
     Attributes:
-        model: the network; it is never changed.
-        spec: what the user asked for.
+        model: the network. It is never changed.
+        spec: the user's options.
         enable_backprop: whether gradients flow from predictions to the inputs.
-        weights: the uncertain weights, once they are found.
-        plan: which rule explains the gradients of each tensor, once the network has run.
-        snapshot: what the network was like when it was fitted.
-        dims: how many dimensions the inputs have that it was fitted on; None where it came from a file.
-        next_tokens: whether labels are those of the next positions; None while nothing was read.
+        weights: the uncertain weights. None until they are found.
+        plan: the rule for the gradients of each tensor. None until the network has run.
+        snapshot: the state of the network when it was fitted.
+        dims: the number of dimensions of each training input. None if the posterior came from a file.
+        next_tokens: whether labels have to be shifted to the next positions. None until a batch tells.
     """
 
     def __init__(self, model: nn.Module, spec: Spec, enable_backprop: bool = False) -> None:
@@ -62,9 +62,9 @@ class Runner:
     # ---- what the network is -------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any], progress_bar: bool, what: str) -> Iterator[Batch]:
-        """Yield the batches of a loader; `what` names the run in errors and progress bars.
+        """Yield the batches of a loader. `what` names the run in errors and progress bars.
 
-        Labels stand where the logits are that predict them: a causal language model shifts them itself.
+        The labels of a causal language model are shifted, so that each stands at the logits that predict it.
         """
         spec = self.spec
         for batch in training_batches(loader, self.model, spec.keys, progress_bar, what):
@@ -75,34 +75,34 @@ class Runner:
                     refuse_tokens_themselves(*meant)
                 yield batch
                 continue
-            if self.next_tokens is None:  # decided on the first batch that tells
+            if self.next_tokens is None:  # decided on the first batch that shows it
                 self.next_tokens = are_shifted(*meant, lambda text: self.warn_once("own loss", text))
             yield shifted(batch, spec.likelihood) if self.next_tokens else batch
 
     def told_apart(self, inputs: Inputs) -> Inputs:
-        """Say which tensors belong to all examples: from a run of the network, where several tensors come."""
+        """Find out which input tensors all examples share. Several tensors take a run of the network."""
         return self._sharing.told_apart(inputs, self.model)
 
     def find_weights(self, inputs: Inputs, keep: bool = False) -> FoundLastLayer | Selection:
-        """Return the uncertain weights, from one run on an example where that is needed."""
+        """Return the uncertain weights. Runs the network on one example if necessary."""
         if keep and self.weights is not None:
             return self.weights
         weights = self.spec.weights.find(self.model, inputs)
         require_served(self.spec.structure, weights.layout)
         scores = self.spec.estimator.name == "ef"
         if isinstance(weights, FoundLastLayer) and scores and self.positions(inputs).several:
-            return Selection(weights.layout)  # an example's score is one vector for all its positions
+            return Selection(weights.layout)  # the score of an example is one vector over all its positions
         return weights
 
     def require_steady(self, inputs: Inputs, linear: bool) -> None:
-        """Refuse a network that gives other outputs when it is asked again, or when other examples are beside.
+        """Refuse a network whose outputs are random, or depend on other examples in the batch.
 
-        The latter for last layers alone: of other weights the audit sees it, and names the layer.
+        The second check is for last layers. For other weights the audit finds it, and names the layer.
         """
         few = inputs.part(0, EXAMPLES)
         fewer = few.part(0, 2) if linear and (few.size or 0) > 2 else few
         f, again = self.outputs(few), self.outputs(fewer)
-        if f.dim() == 2:  # at positions, some may count for nothing
+        if f.dim() == 2:  # at positions, some outputs may not count
             check_finite(f, "the network's outputs hold")
         if not f.dim() or not again.dim() or _alike(f[: len(again)], again):
             return
@@ -112,7 +112,7 @@ class Runner:
                 "give BatchNorm running statistics, and take means over the batch out of forward."
             )
         raise ModelError(
-            "the network gives other outputs when it is asked again: it draws random numbers in eval mode. Write "
+            "the network gives other outputs on a second run: it draws random numbers in eval mode. Write "
             "dropout(h, p, training=self.training), and take noise out of forward."
         )
 
@@ -136,14 +136,14 @@ class Runner:
             return GGN()
         self.warn_once(
             "sketch",
-            f"the exact GGN sends back a vector for each of {found.c} outputs at {found.count} positions; above "
-            f"{MOST_VECTORS} in all, an unbiased estimate is taken: curvature='sketch', one vector. Write "
-            "curvature='ggn' for the exact one, or curvature='sketch' with curvature_samples= to say it yourself.",
+            f"the exact GGN sends back a vector for each of {found.c} outputs at {found.count} positions. That is more "
+            f"than {MOST_VECTORS}, and an unbiased estimate with one vector is used: curvature='sketch'. Write "
+            "curvature='ggn' for the exact one, or curvature='sketch' with curvature_samples= to choose yourself.",
         )
         return Sketch()
 
     def require_rereading(self, loader: Iterable[Any], before: Fit | None) -> None:
-        """Refuse what a structure that reads the data more than once, or keeps some of it, cannot do."""
+        """Refuse a loader that cannot be read often enough, and adding data if the structure cannot."""
         structure = self.spec.structure
         if structure.passes > 1 and isinstance(loader, Iterator):
             raise InputError(
@@ -152,14 +152,14 @@ class Runner:
             )
         if not structure.adds and before is not None:
             raise UnsupportedError(
-                f"override=False: what {structure.name!r} keeps depends on all data and cannot be added to. Fit it on "
-                f"all data at once, or take {adding()}, whose sums add."
+                f"override=False: the sums of {structure.name!r} depend on all data and cannot be added to. Fit all "
+                f"data at once, or take {adding()}, whose sums add."
             )
 
     # ---- running it ----------------------------------------------------------------------------------------------
 
     def engine(self, weights: FoundLastLayer | Selection, plan: Plan | None = None) -> Head | Network:
-        """Return what runs the network; the `plan` of a network is kept from one call to the next."""
+        """Return the engine that runs the network. A `plan` of an earlier call saves making it again."""
         spec = self.spec
         if isinstance(weights, FoundLastLayer):
             return Head(self.model, weights, spec.budget, spec.class_dim)
@@ -167,7 +167,7 @@ class Runner:
         return Network(self.model, weights, spec.budget, plan, reduce, spec.estimator.exact_hessian, spec.class_dim)
 
     def runs(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
-        """Yield runs on consecutive parts of the inputs, as many as memory asks for; or one on the `whole`."""
+        """Yield runs on consecutive parts of the inputs that fit into memory, or one run on the `whole`."""
         if whole:
             yield from self.uncut(fit, inputs, whole)
             return
@@ -182,7 +182,7 @@ class Runner:
         inputs = self.told_apart(inputs.to(device_of(self.model)))
         if not engine.linear and any(t.shape[:1] == (0,) for t in tensors_in(inputs.x)):
             raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
-        seen = 0  # examples of the parts before
+        seen = 0  # number of examples in the parts before
         runs = self._run_in_parts(engine, [inputs] if whole else engine.chunks(inputs, fit.n_outputs))
         while (forward := self._next(runs, inputs, fit)) is not None:
             if forward.positions.c != fit.n_outputs:
@@ -198,12 +198,12 @@ class Runner:
     def _run_in_parts(self, engine: Head | Network, parts: Iterable[Inputs]) -> Iterator[Forward]:
         for part in parts:
             forward = engine.forward(part, self.enable_backprop)
-            if not engine.confirmed(part):  # these inputs show more of the network, which is known from here on
+            if not engine.confirmed(part):  # these inputs led to a better plan
                 forward = engine.forward(part, self.enable_backprop)
             yield forward
 
     def _next(self, runs: Iterator[Forward], inputs: Inputs, fit: Fit) -> Forward | None:
-        """Return the next run; refuse an example without a batch around it, whatever came of it."""
+        """Return the next run. Refuse a single example without a batch dimension, whether it failed or not."""
         try:
             forward = next(runs, None)
         except Exception as error:
@@ -216,7 +216,7 @@ class Runner:
         return forward
 
     def _refuse_if_single(self, inputs: Inputs, fit: Fit, error: Exception | None) -> None:
-        """Refuse inputs that have a dimension less than those of fit, if the network runs with it put before them."""
+        """Refuse inputs that lack one dimension, if the network runs with a batch dimension added."""
         dims = dims_of(inputs)
         if not dims or (self.dims is not None and dims != tuple(d - 1 for d in self.dims)):
             return
@@ -228,7 +228,7 @@ class Runner:
             return
         if found.n == 1 and found.c == fit.n_outputs:
             raise InputError(
-                f"x is {described(inputs.x, {})}: a single example, where a batch is needed. Write x[0:1] instead of "
+                f"x is {described(inputs.x, {})}: a single example, but a batch is needed. Write x[0:1] instead of "
                 "x[0], or x.unsqueeze(0)."
             ) from error
 
@@ -237,35 +237,35 @@ class Runner:
     def adopt(
         self, weights: FoundLastLayer | Selection, plan: Plan | None = None, dims: tuple[int, ...] | None = None
     ) -> None:
-        """Remember the network as it is now: a posterior belongs to it."""
+        """Remember the current state of the network, which a posterior belongs to."""
         self.weights, self.plan, self.dims, self.snapshot = weights, plan, dims, Snapshot.of(self.model)
         self._warned.discard("stale")
 
     def changed(self, mean: Tensor, thoroughly: bool = False) -> str | None:
-        """Say in words what is no longer as it was at fit; None where nothing has changed."""
+        """Describe what has changed since the fit. Returns None if nothing has."""
         assert self.weights is not None
         return what_changed(self.model, self.weights, mean, self.snapshot, thoroughly)
 
     def notice_changes(self, fit: Fit) -> None:
-        """Warn once where the network is no longer the one that was fitted."""
+        """Warn, once, if the network has changed since it was fitted."""
         changed = self.changed(fit.mean)
         if not changed and self.snapshot is not None and self.snapshot.versions is None:
-            self.snapshot = Snapshot.of(self.model)  # a copy, now that it is known to be one
+            self.snapshot = Snapshot.of(self.model)  # this is a copy, and its values are the same
         if changed:
             self.warn_once(
                 "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
             )
 
     def require_unchanged(self, fit: Fit) -> None:
-        """Refuse to add data at other weights than those of the data before."""
+        """Refuse to add data at other weights than those of the earlier data."""
         if changed := self.changed(fit.mean, thoroughly=True):
             raise UnsupportedError(
                 f"{changed} since fit, and data at other weights cannot be added. Fit all data at once, or "
-                "take what was learned as a prior: Laplace(..., prior=la.as_prior()).fit(new_loader)."
+                "use the posterior as a prior: Laplace(..., prior=la.as_prior()).fit(new_loader)."
             )
 
     def notice_processes(self, training: bool = False) -> None:
-        """Warn once where this is one of several processes, which know nothing of each other's data."""
+        """Warn, once, if this is one of several processes. Each fits only the data that it reads."""
         if not distributed.is_available() or not distributed.is_initialized():
             return
         if (count := distributed.get_world_size()) < 2:
@@ -282,42 +282,42 @@ class Runner:
             )
         else:
             together = (
-                f"What {self.spec.structure.name!r} keeps does not add: let every process read all data, or take "
+                f"The sums of {self.spec.structure.name!r} cannot be added: let every process read all data, or take "
                 f"{adding()}, whose sums add."
             )
         self.warn_once(
             "processes",
-            f"this is one of {count} processes of torch.distributed, and its posterior is that of the batches which it "
-            f"reads itself: with a DistributedSampler, of a part of the data. {together} Where every process reads all "
-            "data, nothing is missing.",
+            f"this is one of {count} processes of torch.distributed, and its posterior sees only the batches that it "
+            f"reads itself: with a DistributedSampler, a part of the data. {together} If every process reads all data, "
+            "nothing is missing.",
             ProcessesWarning,
         )
 
     def warn_once(self, key: str, message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
-        """Warn of something the first time that it happens."""
+        """Warn the first time that this is called with `key`."""
         if key not in self._warned:
             warn(message, category)
-            self._warned.add(key)  # unless warnings are errors
+            self._warned.add(key)  # not reached if warnings are errors
 
     def with_structure_of(self, fit: Fit) -> Runner:
-        """Return a runner of the same network for another fit of it, which has warned of nothing yet."""
+        """Return a runner of the same network for another fit, with all warnings to come again."""
         other = copy.copy(self)
         other.spec, other._warned = replace(self.spec, structure=fit.structure), set()
-        other.snapshot = self.snapshot  # a copy elsewhere forgets it; this has the same network
+        other.snapshot = self.snapshot  # kept: this is the same network, not a copy
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        snapshot = self.snapshot  # addresses mean nothing in a copy
+        snapshot = self.snapshot  # addresses in memory mean nothing in a copy
         return self.__dict__ | {"snapshot": None if snapshot is None else snapshot.elsewhere()}
 
 
 def dims_of(inputs: Inputs) -> tuple[int, ...]:
-    """Return how many dimensions each of the inputs has."""
+    """Return the number of dimensions of each input tensor."""
     return tuple(t.dim() for t in inputs.singles().tensors())
 
 
 def _alike(f: Tensor, other: Tensor) -> bool:
-    """Whether two outputs are equal up to rounding, wherever both are numbers."""
+    """Return whether two outputs are equal up to rounding, ignoring NaN and infinity."""
     if f.shape != other.shape:
         return False
     tolerance = 3 * rounding({f.dtype}) ** 0.5

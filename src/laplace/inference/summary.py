@@ -1,4 +1,4 @@
-"""`repr(la)`: what it is and what it has seen, on a few lines."""
+"""Describe a Laplace approximation on a few lines, for `repr(la)`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from laplace.posterior.task_prior import CurvedPrior
 from laplace.priors.base import Prior
 from laplace.priors.gaussian import GaussianPrior
 
-_NAMES = 4  # of tensors that are listed; of more, the first and the last
-_WIDTH, _LONG = 80, 60  # columns of a line, and of a value in it that is shown whole
+_NAMES = 4  # up to so many tensors are listed; of more, the first and the last
+_WIDTH, _LONG = 80, 60  # the most columns of a line, and of a value that is not cut
 
 
 def summary(runner: Runner, posterior: Posterior | None, prior: Prior, noise: Tensor, temperature: float) -> str:
@@ -51,12 +51,12 @@ def _wrapped(line: str) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """Cut the middle out of a text of more than a line."""
+    """Cut the middle out of a long text."""
     return text if len(text) <= _LONG else f"{text[: _LONG - 15]}...{text[-12:]}"
 
 
 def _listed(names: tuple[str, ...]) -> str:
-    """Name some tensors; of many, say how many there are."""
+    """List tensor names, or their number if there are many."""
     if len(names) <= _NAMES and len(", ".join(names)) <= _LONG:
         return ", ".join(names)
     return f"{len(names)} tensors, {names[0]} to {names[-1]}"
@@ -65,7 +65,7 @@ def _listed(names: tuple[str, ...]) -> str:
 def _evidence(posterior: Posterior) -> str:
     try:
         return f"log evidence {float(posterior.log_evidence.detach()):.2f}"
-    except LaplaceError as error:  # of values that were set since
+    except LaplaceError as error:  # e.g. the prior or noise was set to extreme values
         return f"no evidence: {error}"
 
 

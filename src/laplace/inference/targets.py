@@ -1,7 +1,7 @@
-"""Which rows of a batch count, and how much: ignored labels, masks, weights.
+"""Decide which rows of a batch count, and how much: ignored labels, masks, weights.
 
-At positions, rows that do not count are left out, so that padding costs and changes nothing. Examples with one row each
-stay, with weight 0.
+If an example has several rows (positions), rows that do not count are left out, so that padding costs nothing and
+changes nothing. If it has one row, the row stays, with weight 0.
 """
 
 from __future__ import annotations

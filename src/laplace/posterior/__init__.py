@@ -1,1 +1,1 @@
-"""The values: sums over the data, the prior, and the Gaussian that follows from them."""
+"""Define the values: sums over the data, the prior, and the Gaussian that follows from them."""

@@ -1,10 +1,11 @@
-"""The posterior N(mean, (s H + D)^-1), a pure function of what fit left, the prior, the noise and T.
+"""Compute the posterior N(mean, (s H + D)^-1), a pure function of the fit, the prior, the noise and T.
 
-log Z = (1/T) log p(D given mean) + log p(mean) + P/2 log 2 pi - 1/2 log det(s H + D)
-      = (1/T) log p(D given mean) - 1/2 [ (mean - mu0)^T D (mean - mu0) + log det(s H + D) - log det D ]
+log Z = (1/T) log p(data given mean) + log p(mean) + P/2 log 2 pi - 1/2 log det(s H + D)
+      = (1/T) log p(data given mean) - 1/2 [ (mean - mu0)^T D (mean - mu0) + log det(s H + D) - log det D ]
 
-the latter for a Gaussian prior. D = -d2 log p(mean) is the prior precision: diag(delta), and the curvature of earlier
-tasks where there were any; of a prior that is no Gaussian, its curvature at the weights.
+The second line holds for a Gaussian prior. D = -d2 log p(mean) is the prior precision. For a Gaussian prior it is
+diag(delta), plus the curvature of earlier tasks if there were any. For any other prior it is the curvature of -log p at
+the weights.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fit:
-    """What fitting leaves behind: sums over the data at the weights `mean`."""
+    """Holds the result of a fit: sums over the data at the weights `mean`."""
 
     structure: Structure
     likelihood: Likelihood
-    kind: str  # of curvature
+    kind: str  # the name of the curvature estimator
     layout: Layout
     mean: Tensor  # (P,)
-    sums: Sums  # the structure's
-    data: Sums  # the likelihood's
+    sums: Sums  # made by the structure
+    data: Sums  # made by the likelihood
     n_data: int
     n_outputs: int
     linear: bool = True  # whether the outputs are linear in the uncertain weights, as in a last layer
-    points: Points | None = None  # of the data, where predictions need them
+    points: Points | None = None  # training points, if predictions need them
 
     @property
     def curvature(self) -> Curvature:
-        """H, factorised at first use and kept."""
+        """Return H, factorised at first use and kept."""
         return self._factorised
 
     @cached_property
@@ -58,30 +59,30 @@ class Fit:
             return self.structure.curvature(self.sums, self.layout, self.mean.dtype)
 
     def plus(self, other: Fit) -> Fit:
-        """With the sums of further data added."""
+        """Return this fit with the sums of more data added."""
         sums, data = added(self.sums, other.sums), added(self.data, other.data)
         return replace(self, sums=sums, data=data, n_data=self.n_data + other.n_data)
 
     def to(self, device: torch.device | str) -> Fit:
-        """The same on `device`."""
+        """Return a copy on `device`."""
         moved = {key: {k: v.to(device) for k, v in getattr(self, key).items()} for key in ("sums", "data")}
         points = None if self.points is None else self.points.to(device)
         return replace(self, mean=self.mean.to(device), points=points, **moved)
 
     def attach_points(self, forward: Forward, engine: Engine, limit: int) -> Forward:
-        """A run at new inputs as the structure sees it."""
+        """Add the kept points, if there are any, to a run at new inputs."""
         return self.structure.attach_points(forward, self.points, engine, limit)
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """The Gaussian and the terms of its evidence, all differentiable in the prior's values and sigma.
+    """Holds the Gaussian and the terms of its evidence. All are differentiable in the prior's values and sigma.
 
     Attributes:
-        fit: what fitting left: mean, sums, sizes.
-        prior: over the weights.
-        sigma: the level of the noise, ().
-        temperature: of the likelihood.
+        fit: the result of the fit: mean, sums, sizes.
+        prior: the prior over the weights.
+        sigma: the standard deviation of the noise, ().
+        temperature: T, which divides the log-likelihood.
     """
 
     fit: Fit
@@ -91,7 +92,7 @@ class Posterior:
 
     @cached_property
     def gaussian(self) -> Gaussian:
-        """N(0, (s H + D)^-1)."""
+        """Return N(0, (s H + D)^-1)."""
         return self.scaled(self.scale)
 
     def scaled(self, scale: Tensor) -> Gaussian:
@@ -107,17 +108,17 @@ class Posterior:
 
     @property
     def prior_clipped(self) -> Clipped:
-        """How many eigenvalues of -d2 log p at the weights were below zero and set to it."""
+        """Return how many eigenvalues of -d2 log p at the weights were negative and set to zero."""
         return self._prior_precision[1]
 
     @property
     def curvature(self) -> Curvature:
-        """What `gaussian` is made of, whatever delta is."""
+        """Return the factorised curvature behind `gaussian`. It does not depend on delta."""
         return self.prior.joined(self.fit, self.scale)[0]
 
     @property
     def scale(self) -> Tensor:
-        """s = c(sigma) / T."""
+        """Return s = c(sigma) / T."""
         c = self.fit.likelihood.curvature_scale(self.fit.kind, self.sigma)
         scale = c.to(self.fit.mean) / self.temperature
         if not (scale.isfinite() and scale >= torch.finfo(scale.dtype).tiny):
@@ -129,70 +130,70 @@ class Posterior:
 
     @property
     def log_likelihood(self) -> Tensor:
-        """(1/T) log p(D given mean), the normaliser of the noise included."""
+        """Return (1/T) log p(data given mean), including the normaliser of the noise."""
         value = self.fit.likelihood.log_likelihood(self.fit.data, self.sigma.double()) / self.temperature
         return _finite(value, "log-likelihood", "sigma_noise, temperature and the outputs")
 
     @property
     def log_prior(self) -> Tensor:
-        """log p(mean), normalised."""
+        """Return log p(mean), normalised."""
         value = self.prior.log_density(self.fit.mean, self.fit.layout)
         return _finite(value, "log prior", "the hyperparameters of the prior and the weights")
 
     @property
     def scatter(self) -> Tensor:
-        """(mean - mu0)^T D (mean - mu0)."""
+        """Return (mean - mu0)^T D (mean - mu0)."""
         value = self.prior.scatter(self.fit.mean, self.fit.layout)
         return _finite(value, "scatter", "prior_mean and the prior precision")
 
     @property
     def log_det_prior_precision(self) -> Tensor:
-        """log det D."""
+        """Return log det D."""
         return self.prior.logdet(self.fit.layout, self.fit.mean)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
-        """log det(s H + D)."""
+        """Return log det(s H + D)."""
         return _finite(self.gaussian.logdet(), "log-determinant", "the prior precision and the inputs of the network")
 
     @property
     def log_det_ratio(self) -> Tensor:
-        """log det(s H + D) - log det D."""
+        """Return log det(s H + D) - log det D."""
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     @property
     def log_evidence(self) -> Tensor:
-        """log Z."""
+        """Return log Z."""
         if not self.prior.quadratic:
             constant = 0.5 * self.fit.layout.n_params * math.log(2 * math.pi)
             return self.log_likelihood + self.log_prior + constant - 0.5 * self.log_det_posterior_precision
         return self.log_likelihood - 0.5 * (self.scatter + self.log_det_ratio)
 
     def detached(self) -> Posterior:
-        """The same without the graph of its values."""
+        """Return the same posterior without autograd graphs."""
         return replace(self, prior=self.prior.detached(), sigma=self.sigma.detach())
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a value requires grad, so that nothing may be kept."""
+        """Return whether a value requires grad. If so, results must not be kept."""
         return self.prior.needs_grad or self.sigma.requires_grad
 
 
 def _finite(value: Tensor, what: str, of: str) -> Tensor:
-    """A term of the evidence, refused where it is NaN or infinite."""
+    """Return a term of the evidence. Raise NumericalError if it is NaN or infinite."""
     if not value.isfinite():
         raise NumericalError(f"the {what} of the evidence is {float(value.detach())}: {of} are too large or too small.")
     return value
 
 
 def added(left: Sums, right: Sums) -> Sums:
-    """The sums of two sets of data together; an InputError where they are not of one form."""
+    """Return the sums of two sets of data together. Raise InputError if their shapes differ."""
     shapes = [{key: value.shape for key, value in sums.items()} for sums in (left, right)]
     differ = [key for key in {**left, **right} if shapes[0].get(key) != shapes[1].get(key)]
     if differ:
         names = ", ".join(sorted({key.rpartition("/")[0] or key for key in differ})[:3])
         raise InputError(
-            f"sums of {names} are of different forms: the two sets of data use them in different ways (rows of another "
-            "number?). Fit all data at once."
+            f"the sums of {names} have different shapes: the two sets of data use these weights in different ways "
+            "(with another number of rows?). Fit all data at once."
         )
     return {key: left[key] + right[key] for key in left}

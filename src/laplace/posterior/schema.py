@@ -1,6 +1,6 @@
-"""What a state must hold, checked before anything is made of it: keys, types, dtypes, shapes and ranges.
+"""Check a loaded state before it is used: keys, types, dtypes, shapes and ranges.
 
-Which sums there are is for the structure to say, by its `Forms`.
+The structure lists the keys and shapes of its sums in its `Forms`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from laplace.posterior.posterior import Fit
 from laplace.structures import Forms, Sums
 from laplace.weights import Layout
 
-_MOST = 2**62  # of anything that is counted
+_MOST = 2**62  # upper limit for counts
 
 
 def require_words(state: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ def require_words(state: Mapping[str, Any]) -> None:
 
 
 def require_indices(layout: Layout) -> None:
-    """Refuse indices of weights that are not ascending whole numbers inside their tensor."""
+    """Refuse indices of weights unless they are ascending whole numbers inside their tensor."""
     for name, shape, part in zip(layout.names, layout.tensor_shapes, layout.parts, strict=True):
         if part is None:
             continue
@@ -57,7 +57,7 @@ def require_indices(layout: Layout) -> None:
 
 
 def require_sums(fit: Fit, sums: Sums) -> None:
-    """Refuse sums over the data that are not those of this structure and these weights."""
+    """Refuse sums that do not fit the structure and the weights."""
     layout, forms, allowed = fit.layout, fit.structure.forms, {torch.float64, fit.mean.dtype}
     for key, value in (sums | fit.data).items():
         whole_numbers = forms is not None and key in forms.counts
@@ -70,50 +70,50 @@ def require_sums(fit: Fit, sums: Sums) -> None:
     for key, value in sums.items():
         tensor, _, kind = key.rpartition("/")
         if tensor and tensor not in parts:
-            raise InputError(f"the state is damaged: {key} is of no parameter that it names.")
+            raise InputError(f"the state is damaged: {key} belongs to none of its parameters.")
         (parts[tensor] if tensor else whole)[kind] = value
     if forms is not None:
         _require_forms(forms, parts, whole, layout)
 
 
 def _require_forms(forms: Forms, parts: Mapping[str, Sums], whole: Sums, layout: Layout) -> None:
-    """Refuse sums of each tensor, and of all, that have none of the forms that a structure names."""
+    """Refuse sums that have none of the forms of the structure, per tensor and for all weights together."""
     found = _matched("", whole, forms.whole, {"P": layout.n_params})
     shared = {letter: size for letter, size in found.items() if letter in forms.shared}
     for each, size in zip(layout.names, layout.sizes, strict=True):
         found = _matched(each, parts[each], forms.tensor, shared | {"p": size})
         shared |= {letter: size for letter, size in found.items() if letter in forms.shared}
         if "g" in found and found["g"] * found["o"] * found["i"] != size:
-            raise InputError(f"the state is damaged: the factors of {each} are not those of {size} weights.")
+            raise InputError(f"the state is damaged: the factors of {each} do not have {size} weights.")
 
 
 def _require_data(fit: Fit) -> None:
-    """Refuse sums of the likelihood from which there is no log-likelihood."""
+    """Refuse sums from which the likelihood cannot compute its log-likelihood."""
     try:
         value = fit.likelihood.log_likelihood(fit.data, torch.ones((), dtype=torch.float64, device=fit.mean.device))
     except (KeyError, RuntimeError) as error:
         there = ", ".join(fit.data) or "nothing"
         raise InputError(
-            f"the state is damaged: its sums of the log-likelihood are {there}, of which {fit.likelihood.name} makes "
-            f"none ({error!r})."
+            f"the state is damaged: {fit.likelihood.name} cannot compute a log-likelihood from its sums, {there} "
+            f"({error!r})."
         ) from error
     _require(value.shape == (), "the log-likelihood", value, "one number")
 
 
 def require_same_form(sums: Sums, others: Sums) -> None:
-    """Refuse sums of earlier tasks that cannot be added to these."""
+    """Refuse sums of earlier tasks that cannot be added to these sums."""
     differ = [key for key in {**sums, **others} if _told(sums.get(key)) != _told(others.get(key))]
     if differ:
         raise InputError(
-            f"the state is damaged: {differ[0]} is {_told(sums.get(differ[0]))} here and {_told(others.get(differ[0]))}"
-            " of the earlier tasks."
+            f"the state is damaged: {differ[0]} is {_told(sums.get(differ[0]))} for this task and "
+            f"{_told(others.get(differ[0]))} for the earlier tasks."
         )
 
 
 def require_points(vectors: Any, inputs: Any, numbers: Any, outputs: int) -> None:
-    """Refuse kept points whose vectors, inputs and numbers are not of one another."""
+    """Refuse kept points whose vectors, inputs and numbers do not belong together."""
     lists = isinstance(vectors, (list, tuple)) and isinstance(inputs, (list, tuple)) and 0 < len(vectors) == len(inputs)
-    _require(lists, "points/vectors", vectors, "as many parts as there are of the inputs")
+    _require(lists, "points/vectors", vectors, "as many parts as the inputs have")
     for part in vectors:
         good = isinstance(part, Tensor) and part.dim() == 3 and part.is_floating_point() and part.shape[2] == outputs
         _require(good and part.numel() and part.isfinite().all(), "points/vectors", _told(part), f"(m, K, {outputs})")
@@ -123,7 +123,7 @@ def require_points(vectors: Any, inputs: Any, numbers: Any, outputs: int) -> Non
 
 
 def require_keys(contents: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str) -> None:
-    """Refuse contents without some keys, or with values of other types."""
+    """Refuse contents if keys are missing or values have wrong types."""
     _require(isinstance(contents, Mapping), what, contents, "a mapping")
     for key, kind in kinds.items():
         if key not in contents:
@@ -135,14 +135,14 @@ def require_keys(contents: Any, kinds: Mapping[str, type | tuple[type, ...]], wh
 
 
 def require_forms(forms: Sequence[Any], tensors: int) -> None:
-    """Refuse forms of gradients that are not (name, factors) for each tensor, or none yet."""
+    """Refuse forms of gradients unless there is (name, factors) for each tensor, or none at all."""
     each = all(isinstance(form, (list, tuple)) and len(form) == 2 for form in forms)
     whole = each and all(isinstance(name, str) and _list_of(factors, int) for name, factors in forms)
     _require(whole and len(forms) in (0, tensors), "_forms", forms, f"a name and factors for each of {tensors} tensors")
 
 
 def require_alike(found: Any, expected: Mapping[str, Any], what: str) -> None:
-    """Refuse named tensors of other names, shapes or dtypes than those expected, or that are not finite."""
+    """Refuse named tensors with unexpected names, shapes or dtypes, or with NaN or infinite values."""
     _require(isinstance(found, Mapping) and found.keys() == expected.keys(), what, found, "the network's own names")
     for key, value in expected.items():
         if isinstance(value, Tensor):
@@ -156,7 +156,7 @@ def require_alike(found: Any, expected: Mapping[str, Any], what: str) -> None:
 def _matched(
     tensor: str, sums: Mapping[str, Tensor], forms: Sequence[Mapping[str, str]], sizes: dict[str, int]
 ) -> dict[str, int]:
-    """The size of each letter in the form that the sums have; refused where they have none."""
+    """Return the size of each letter in the form that fits the sums. Raise InputError if none fits."""
     for form in forms:
         bound = dict(sizes)
         if sums.keys() == form.keys() and all(_binds(value.shape, form[key], bound) for key, value in sums.items()):

@@ -1,9 +1,9 @@
-"""What earlier tasks leave: a prior N(mu, (H + diag(delta))^-1) with their curvature H and their weights mu.
+"""Use the posterior of earlier tasks as a prior N(mu, (H + diag(delta))^-1), with their curvature H and weights mu.
 
-H is the sum of s_t H_t over the tasks, each s_t = c(sigma_t) / T_t as it was; Kronecker factors are added, as in the
-paper. delta stays apart and can be tuned: the evidence of the next task given the earlier ones is
+H is the sum of s_t H_t over the tasks, with each task's own s_t = c(sigma_t) / T_t. Kronecker factors are added, as in
+the paper. delta is kept apart from H, so that it can be tuned. The evidence of the next task given the earlier ones is
 
-    log p(D_t given theta) / T - 1/2 [ (theta - mu)^T (H + D) (theta - mu) + log det(s H_t + H + D) - log det(H + D) ]
+    log p(data given theta) / T - 1/2 [ (theta - mu)^T (H + D) (theta - mu) + log det(s H_t + H + D) - log det(H + D) ]
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class Earlier:
-    """The curvature of earlier tasks, and of these with one more: factorised once for all deltas."""
+    """Holds the curvature of earlier tasks, and joins that of one more task. Factorised once for all deltas."""
 
     def __init__(self, fit: Fit) -> None:
-        self.fit = fit  # its sums have their scale in them, its mean is mu
+        self.fit = fit  # its sums are multiplied by their scales already; its mean is mu
         self._last: tuple[Fit, float, Curvature] | None = None
 
     def with_task(self, task: Fit, scale: Tensor) -> Curvature:
-        """H + s H_t. Its graph, where s has one, goes through eigenvectors: log-determinants are safe."""
+        """Return H + s H_t. A graph of s goes through eigenvectors, which is safe for log-determinants."""
         if scale.requires_grad and torch.is_grad_enabled():
             return self._joined(task, scale)
         last = self._last  # another thread may set it
@@ -54,7 +54,7 @@ class Earlier:
 
 @dataclass(frozen=True, repr=False)
 class CurvedPrior(GaussianPrior):
-    """`la.as_prior()`: pass it to the next task's `Laplace(..., prior=)` or `marglik_training(..., prior=)`.
+    """Is the prior for the next task: `Laplace(..., prior=la.as_prior())`, or the same in `marglik_training`.
 
     Attributes:
         precision: delta, the part that is tuned on each task.
@@ -66,16 +66,16 @@ class CurvedPrior(GaussianPrior):
 
     @classmethod
     def after(cls, posterior: Posterior) -> CurvedPrior:
-        """The prior that a posterior is for the next task."""
+        """Return the prior for the next task from the posterior of this one."""
         fit, prior = posterior.fit, posterior.prior.detached()
         if not isinstance(prior, GaussianPrior):
             raise UnsupportedError(
-                f"as_prior() keeps the prior precision apart from the curvature, so that the next task can tune it; "
-                f"{prior} has none that stays the same. Take prior_precision=, a Gaussian prior, on the first task."
+                f"as_prior() needs a Gaussian prior, whose precision the next task can tune; this is {prior}, whose "
+                f"precision changes with the weights. Take prior_precision= on the first task."
             )
         if not fit.structure.adds:
             raise UnsupportedError(
-                f"what {fit.structure.name!r} keeps depends on all data, and a further task's cannot be added to it. "
+                f"the sums of {fit.structure.name!r} depend on all data, so that another task cannot be added. "
                 f"Take hessian_structure={adding()}."
             )
         sums = fit.structure.scaled(fit.sums, posterior.scale.detach())
@@ -86,25 +86,25 @@ class CurvedPrior(GaussianPrior):
 
     @property
     def layout(self) -> Layout:
-        """Of the weights that it is over."""
+        """Return the layout of the weights that the prior is over."""
         return self.earlier.fit.layout
 
     @property
     def n_data(self) -> int:
-        """Number of examples in all earlier tasks."""
+        """Return the number of examples in all earlier tasks."""
         return self.earlier.fit.n_data
 
     def log_prob(self, weights: nn.Module | Tensor, normalized: bool = True) -> Tensor:
-        """Log-density at some weights, differentiable in them.
+        """Return the log-density at some weights, differentiable in them.
 
-        Unnormalised it is the penalty -1/2 (theta - mu)^T (H + D) (theta - mu) of training on the next task.
+        Without the constant it is -1/2 (theta - mu)^T (H + D) (theta - mu), the penalty for training on the next task.
 
         Args:
             weights: a network, or a vector (P,).
-            normalized: whether the constant is added.
+            normalized: whether to add the constant.
 
         Raises:
-            InputError: a network without these parameters, or another number of weights.
+            InputError: the network lacks a parameter, or the number of weights is wrong.
         """
         theta = weights if isinstance(weights, Tensor) else self._vector(weights)
         if theta.shape != self.mean.shape:
@@ -120,20 +120,20 @@ class CurvedPrior(GaussianPrior):
         if (layout.names, layout.shapes) != (self.layout.names, self.layout.shapes):
             raise OptionError(
                 f"the earlier tasks' prior is over {_described(self.layout)}; this network has {_described(layout)}. "
-                "All tasks share the weights: a task with another number of outputs needs a head of its own, kept out "
-                "of the uncertain weights (requires_grad_(False) on it, or a network without it)."
+                "All tasks must share their uncertain weights. A task with another number of outputs needs its own "
+                "head, outside the uncertain weights: write requires_grad_(False) on it, or give a network without it."
             )
         super().check(layout, takes)
 
     def with_mean(self, mean: Tensor | float) -> CurvedPrior:
-        raise OptionError("prior_mean is given by the earlier tasks: their weights. It cannot be set.")
+        raise OptionError("prior_mean cannot be set: it is the weights of the earlier tasks. Leave it out.")
 
     def logdet(self, layout: Layout, like: Tensor) -> Tensor:
-        """log det(H + D)."""
+        """Return log det(H + D)."""
         return self._own().logdet()
 
     def scatter(self, theta: Tensor, layout: Layout) -> Tensor:
-        """(theta - mu)^T (H + D) (theta - mu)."""
+        """Return (theta - mu)^T (H + D) (theta - mu)."""
         return self._own().quadratic(theta - self.mean.to(theta)).double()
 
     def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
@@ -162,7 +162,7 @@ class CurvedPrior(GaussianPrior):
         )
 
     def _own(self) -> Gaussian:
-        """N(0, (H + D)^-1), kept until delta changes: training asks for it at every batch."""
+        """Return N(0, (H + D)^-1). It is kept until delta changes, because training needs it at every batch."""
         if self.precision.requires_grad and torch.is_grad_enabled():
             return self._made()
         kept = self.__dict__.get("_kept")
@@ -181,7 +181,7 @@ class CurvedPrior(GaussianPrior):
 
 
 def vector_of(model: nn.Module, layout: Layout) -> Tensor:  # (P,)
-    """The weights of a network as one vector, with their graph."""
+    """Return the weights of a network as one vector, with their graph."""
     parameters = {plain_name(name): p for name, p in unwrap(model).named_parameters()}
     wrong = [name for name in layout.names if name not in parameters]
     if wrong:
@@ -191,34 +191,35 @@ def vector_of(model: nn.Module, layout: Layout) -> Tensor:  # (P,)
 
 
 def prior_of(prior: Any, precision: float | Tensor, mean: float | Tensor, structure: str) -> Prior:
-    """The prior that a `Laplace` starts with: a Gaussian, the user's, or that of earlier tasks of one `structure`."""
+    """Return the first prior of a `Laplace`: a Gaussian, or the user's. One of earlier tasks must be of `structure`."""
     if prior is None:
         return GaussianPrior.of(precision, mean)
     if isinstance(prior, type) and issubclass(prior, Prior):
         raise OptionError(f"prior={prior.__name__} is a class; give an object: {prior.__name__}(...).")
     if not isinstance(prior, Prior):
         raise OptionError(
-            f"prior is a {type(prior).__name__}; it is one of laplace.priors, as StudentT(df=4, scale=0.1), or what "
-            "la.as_prior() of an earlier task gives."
+            f"prior is a {type(prior).__name__}. Give a prior of laplace.priors, such as StudentT(df=4, scale=0.1), or "
+            "la.as_prior() of an earlier task."
         )
     gaussian = isinstance(prior, GaussianPrior)
     own = (prior.precision, prior.mean) if gaussian else (torch.ones(()), torch.zeros(()))
     if not (_same(precision, own[0], 1.0) and _same(mean, own[1], 0.0)):
         raise OptionError(
-            "prior= has a precision and a mean of its own; leave prior_precision (prior_prec_init) and prior_mean out."
+            "prior= has its own precision and mean; leave prior_precision (prior_prec_init) and prior_mean out."
         )
     if not isinstance(prior, CurvedPrior):
         return GaussianPrior.of(prior.precision, prior.mean) if gaussian else prior
     before = prior.earlier.fit.structure.described
     if structure != before:
         raise OptionError(
-            f"hessian_structure={structure!r}: the earlier tasks' prior is {before!r}, and only the same kind adds."
+            f"hessian_structure={structure!r} does not fit the prior of the earlier tasks, which is {before!r}. Take "
+            "the same structure for all tasks."
         )
     return prior
 
 
 def _same(given: float | Tensor, own: Tensor, usual: float) -> bool:
-    """Whether a value was left out, or says what the prior says itself."""
+    """Return whether a value was left out, or equals the prior's own."""
     if not isinstance(given, Tensor):
         return given == usual or (own.numel() == 1 and given == float(own))
     return given is own or (given.shape == own.shape and torch.equal(given.to(own), own))

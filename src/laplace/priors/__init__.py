@@ -1,4 +1,4 @@
-"""Priors over the weights: `Laplace(model, ..., prior=StudentT(df=4, scale=0.1))`."""
+"""Define priors over the weights: `Laplace(model, ..., prior=StudentT(df=4, scale=0.1))`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from laplace.priors.independent import SmoothedLaplace, StudentT
 PRIORS: Final[dict[str, type[Prior]]] = {
     prior.name: prior for prior in (GaussianPrior, StudentT, SmoothedLaplace, CorrelatedGaussian)
 }
-"""The priors that files know by name."""
+"""Priors by the names that saved files use."""
 
 __all__ = ["PRIORS", "CorrelatedGaussian", "GaussianPrior", "Prior", "SmoothedLaplace", "StudentT", "from_log_density"]

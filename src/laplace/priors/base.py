@@ -1,11 +1,11 @@
-"""What a prior is: any log-density of the weights that is twice differentiable.
+"""Define priors: any log-density of the weights that is twice differentiable.
 
-The posterior takes its curvature -d2 log p at the weights as a part of the precision; the evidence takes log p itself:
+The posterior precision takes its curvature D = -d2 log p at the weights. The evidence takes log p itself:
 
-    log Z = (1/T) log p(D given theta) + log p(theta) + P/2 log 2 pi - 1/2 log det(s H + D),    D = -d2 log p(theta)
+    log Z = (1/T) log p(data given theta) + log p(theta) + P/2 log 2 pi - 1/2 log det(s H + D),    D = -d2 log p(theta)
 
-which for a Gaussian prior is the usual formula. Where D has negative eigenvalues (the tails of a Student-t), they are
-set to zero: the nearest positive semi-definite D.
+For a Gaussian prior this is the usual formula. Negative eigenvalues of D (the tails of a Student-t) are set to zero,
+which gives the nearest positive semi-definite D.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from laplace.structures.base import Curvature
 
 Form = Tensor | Kronecker
-"""The precision of one tensor: a scalar (), a value per weight (p,), a matrix (p, p), or a Kronecker product."""
+"""Precision of one tensor: a scalar (), a value per weight (p,), a matrix (p, p), or a Kronecker product."""
 
 _WORDS = {
     "diag": "a precision per weight",
@@ -40,21 +40,21 @@ _WORDS = {
 
 
 class Data(Protocol):
-    """What a prior may ask of the data that it is updated with."""
+    """Gives a prior access to the curvature of the data."""
 
     @property
     def curvature(self) -> Curvature:
-        """H at unit noise, factorised."""
+        """Return H at unit noise, factorised."""
         ...
 
 
 class Prior(ABC):
-    """A log-density over the uncertain weights. Immutable: other hyperparameters make another prior.
+    """Defines a log-density over the uncertain weights. Immutable: other hyperparameters make another prior.
 
     Attributes:
-        name: what files call it.
-        quadratic: whether log p is quadratic, so that the precision is the same everywhere (a Gaussian).
-        unrestricted: the hyperparameters that may be any real number; all others are positive.
+        name: its name in saved files.
+        quadratic: whether log p is quadratic (a Gaussian), so that the precision does not depend on the weights.
+        unrestricted: the hyperparameters that may be any real number. All others must be positive.
     """
 
     name: str = ""
@@ -64,16 +64,16 @@ class Prior(ABC):
     @property
     @abstractmethod
     def hyperparameters(self) -> dict[str, Tensor]:
-        """The hyperparameters by name: one number, or one per parameter tensor."""
+        """Return the hyperparameters by name. Each has one value, or one per parameter tensor."""
 
     @property
     def described(self) -> str:
-        """What files and checkpoints compare it by."""
+        """Return the description by which files and checkpoints compare priors."""
         return self.name
 
     @property
     def tuned(self) -> tuple[str, ...]:
-        """The hyperparameters that `la.tune()` sets if it is not told which."""
+        """Return the hyperparameters that `la.tune()` sets by default."""
         return tuple(self.hyperparameters)
 
     @abstractmethod
@@ -81,32 +81,32 @@ class Prior(ABC):
         """Return the same prior with other values of these hyperparameters.
 
         Args:
-            **values: by name; a value that requires grad keeps its graph.
+            **values: the new values by name. A value that requires grad keeps its graph.
 
         Raises:
             OptionError: the name is unknown, or a value is outside its range.
         """
 
     def grouped(self, names: Sequence[str], groups: str, layout: Layout) -> Self:
-        """Return the same prior with as many values of the named hyperparameters as a `prior_structure` asks for.
+        """Return the same prior with the number of values per hyperparameter that a `prior_structure` means.
 
-        'scalar' keeps them as they are, 'layerwise' makes one per tensor of each.
+        'scalar' changes nothing. 'layerwise' gives each named hyperparameter one value per tensor.
         """
         return self
 
     @abstractmethod
     def log_density(self, theta: Tensor, layout: Layout) -> Tensor:  # (P,) -> ()
-        """Return log p(theta), normalised, in float64; differentiable in the weights and the hyperparameters."""
+        """Return log p(theta), normalised, in float64. It is differentiable in weights and hyperparameters."""
 
     @abstractmethod
     def precision_at(self, theta: Tensor, layout: Layout) -> tuple[Sequence[Form], Clipped]:
-        """Return D = -d2 log p at the weights (P,), tensor by tensor, and what of it was below zero.
+        """Return D = -d2 log p at the weights (P,), tensor by tensor, and which eigenvalues were set to zero.
 
-        Differentiable in the hyperparameters. One matrix (P, P) instead where tensors depend on each other.
+        If tensors depend on each other, D is one matrix (P, P) instead. Differentiable in the hyperparameters.
         """
 
     def penalty(self, theta: Tensor, layout: Layout) -> Tensor:  # (P,) -> ()
-        """Return -log p(theta) up to a constant: what training adds to its loss."""
+        """Return -log p(theta) up to a constant, the term that training adds to its loss."""
         return -self.log_density(theta, layout)
 
     def diagonal(self, layout: Layout, theta: Tensor) -> Tensor:  # (P,)
@@ -115,37 +115,37 @@ class Prior(ABC):
 
     @abstractmethod
     def check(self, layout: Layout, takes: Sequence[str] = ("diag",)) -> None:
-        """Refuse lengths that the layout has no meaning for, and forms that the structure cannot take.
+        """Refuse hyperparameters of wrong lengths, and forms of the precision that the structure does not accept.
 
         Args:
-            layout: of the uncertain weights.
-            takes: the forms of a precision that the structure takes, `Structure.takes`.
+            layout: the layout of the uncertain weights.
+            takes: the forms of a precision that the structure accepts, `Structure.takes`.
         """
 
     def require_structure(self, takes: Sequence[str]) -> None:
-        """Refuse a structure that cannot take the prior whatever the weights are; the rest is for `check`.
+        """Refuse a structure that cannot accept this prior for any weights. `check` does the rest.
 
         Args:
-            takes: as of `check`.
+            takes: as for `check`.
         """
         return
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that it is made of."""
+        """Return all tensors of the prior."""
         return tuple(self.hyperparameters.values())
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a value requires grad."""
+        """Return whether a value requires grad."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
     @abstractmethod
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same prior with each of its tensors changed."""
+        """Return the same prior with `change` applied to each of its tensors."""
 
     def detached(self) -> Self:
-        """Return the same without the graph of its values."""
+        """Return the same prior without autograd graphs."""
         return self.mapped(Tensor.detach)
 
     def to(self, device: torch.device | str) -> Self:
@@ -153,16 +153,16 @@ class Prior(ABC):
         return self.mapped(lambda tensor: tensor.to(device))
 
     def with_mean(self, mean: Tensor | float) -> Self:
-        """Return the same prior around another mean."""
+        """Return the same prior with another mean."""
         raise UnsupportedError(f"{self} has no mean to set. Give another prior: la.prior = ...")
 
     @property
     def curved(self) -> bool:
-        """Whether the prior adds a curvature of its own to that of the data."""
+        """Return whether the prior adds its own curvature to that of the data."""
         return False
 
     def joined(self, data: Data, scale: Tensor) -> tuple[Curvature, Tensor]:
-        """Return the curvature of the posterior beside D, factorised, and the scale that multiplies it."""
+        """Return the factorised curvature that is added to D, and its scale."""
         return data.curvature, scale
 
     def scatter(self, theta: Tensor, layout: Layout) -> Tensor:
@@ -174,7 +174,7 @@ class Prior(ABC):
         self._refuse("log_det_prior_precision")
 
     def state(self, layout: Layout) -> dict[str, Any]:
-        """Return what files keep of it: numbers, words and tensors, tensor by tensor in the order of the layout."""
+        """Return the values to save: numbers, words and tensors, in the order of the layout."""
         return {"kind": self.name, **{key: value.detach().clone() for key, value in self.hyperparameters.items()}}
 
     @classmethod
@@ -182,7 +182,7 @@ class Prior(ABC):
         """Return the prior that `state` describes.
 
         Raises:
-            OptionError: values that it cannot have.
+            OptionError: a value is out of range.
         """
         return cls(**{key: value for key, value in state.items() if key != "kind"})
 
@@ -197,17 +197,17 @@ class Prior(ABC):
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(
-            f"{what} is of a Gaussian prior, and this is {self}. There is: la.log_prior, la.prior_precision_diag, "
-            "la.log_det_posterior_precision and la.log_marginal_likelihood()."
+            f"{what} exists only for a Gaussian prior; this is {self}. Use la.log_prior, la.prior_precision_diag, "
+            "la.log_det_posterior_precision or la.log_marginal_likelihood()."
         )
 
 
 def require_form(prior: Prior, form: str, takes: Sequence[str]) -> None:
-    """Refuse a form of the precision that the structure cannot take, with the structures that can."""
+    """Refuse a form of the precision that the structure does not accept, and name structures that do."""
     if form not in takes:
         undamped = " without damping=" if form == "kron" else ""
         raise UnsupportedError(
-            f"{prior} has {_WORDS[form]}, for which this hessian_structure has no form. Take "
+            f"{prior} has {_WORDS[form]}, which this hessian_structure does not accept. Take "
             f"hessian_structure={taking(form)}{undamped}."
         )
 
@@ -229,7 +229,7 @@ def diagonal_of(form: Form, size: int) -> Tensor:  # (p,)
 
 
 def shown_values(value: Tensor) -> str:
-    """A hyperparameter in a few words."""
+    """Return a short description of a hyperparameter's values."""
     value = value.detach()
     if value.numel() == 1:
         return f"{float(value):.4g}"
@@ -237,7 +237,7 @@ def shown_values(value: Tensor) -> str:
 
 
 def clipped_values(values: Tensor) -> tuple[Tensor, Clipped]:  # (p,)
-    """Return second derivatives with those below zero set to it, and how many these were."""
+    """Set negative second derivatives to zero. Return them with the number that was negative."""
     found = values.detach()
     below = found < 0
     if not below.any():
@@ -246,9 +246,9 @@ def clipped_values(values: Tensor) -> tuple[Tensor, Clipped]:  # (p,)
 
 
 def clipped_matrix(matrix: Tensor) -> tuple[Tensor, Clipped]:  # (p, p)
-    """Return the nearest positive semi-definite matrix, and how many eigenvalues were below zero.
+    """Return the nearest positive semi-definite matrix, and how many eigenvalues were negative.
 
-    Its derivatives are those at fixed eigenvectors, which equal eigenvalues have no others of.
+    Derivatives treat the eigenvectors as fixed, because those of equal eigenvalues have no derivative.
     """
     values, vectors = torch.linalg.eigh(matrix.detach())
     largest = float(values.abs().max())

@@ -1,4 +1,4 @@
-"""A Gaussian prior with correlated weights: a matrix, or a Kronecker product of two, as the precision of a tensor."""
+"""Define a Gaussian prior with correlated weights. A tensor's precision is a matrix or a Kronecker product."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from laplace.weights.layout import Layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Matrices = tuple[Tensor, ...]  # of one tensor: a dense matrix, or those of its rows and of the rest
+Matrices = tuple[Tensor, ...]  # of one tensor: (dense,), or (matrix of the rows, matrix of the rest)
 _ASYMMETRIC = 1e-5
 
 
 class CorrelatedGaussian(Prior):
-    """N(mean, (strength K)^-1) with a matrix K of each tensor's weights; the unit matrix where none is given.
+    """Is N(mean, (strength K)^-1) with one matrix K per tensor, by default the unit matrix.
 
-    A tensor's weights are one vector in row-major order. A pair (L, R) stands for K = L (x) R: L is over the rows (the
-    outputs of a linear layer), R over the rest. `hessian_structure='kron'` takes pairs exactly, 'full' and 'block' take
-    all. `la.tune()` sets the strength.
+    A tensor's weights are one vector in row-major order. A pair (L, R) means K = L (x) R, with L over the rows (the
+    outputs of a linear layer) and R over the rest. `hessian_structure='kron'` accepts pairs, and adds them exactly.
+    'full' and 'block' accept both. `la.tune()` sets the strength.
 
     Args:
         matrices: {name of a parameter: a matrix (p, p), or a pair of (O, O) and (I, I)}, positive definite.
@@ -38,7 +38,7 @@ class CorrelatedGaussian(Prior):
         mean: one number, or one per weight.
 
     Raises:
-        OptionError: a matrix that is not symmetric and positive definite, or a strength that is not positive.
+        OptionError: a matrix is not symmetric and positive definite, or a strength is not positive.
     """
 
     name = "correlated_gaussian"
@@ -94,7 +94,7 @@ class CorrelatedGaussian(Prior):
         blocks, weights = len(layout.names), layout.n_params
         if unknown := [name for name in self._matrices if name not in layout.names]:
             raise OptionError(
-                f"matrices has {unknown[0]!r}, which is none of the uncertain tensors: {', '.join(layout.names)}."
+                f"matrices has {unknown[0]!r}, which is not an uncertain tensor. These are: {', '.join(layout.names)}."
             )
         if self.strength.numel() not in (1, blocks):
             raise OptionError(
@@ -154,7 +154,7 @@ class CorrelatedGaussian(Prior):
 def _strength(value: Tensor | float) -> Tensor:
     tensor = own(positive(value, "strength"))
     if tensor.dim() > 1:
-        raise OptionError(f"strength has shape {tuple(tensor.shape)}; it is one number, or a vector with one a tensor.")
+        raise OptionError(f"strength has shape {tuple(tensor.shape)}; give one number, or one per tensor.")
     return tensor
 
 
@@ -164,7 +164,7 @@ def _checked_matrices(name: str, given: Any) -> Matrices:
         raise OptionError(f"the precision of {name!r} must be a matrix, or a pair of matrices (rows, rest).")
     for m in parts:
         if m.dim() != 2 or m.shape[0] != m.shape[1] or not m.isfinite().all():
-            raise OptionError(f"a precision of {name!r} has shape {tuple(m.shape)}; a square, finite matrix is needed.")
+            raise OptionError(f"a precision of {name!r} has shape {tuple(m.shape)}; it must be square and finite.")
         if (m - m.T).abs().max() > _ASYMMETRIC * m.abs().max():
             raise OptionError(f"a precision of {name!r} is not symmetric. Write (K + K.T) / 2.")
         if torch.linalg.cholesky_ex(m.detach().double())[1]:
@@ -180,7 +180,7 @@ def _require_sides(name: str, matrices: Matrices, shape: tuple[int, ...], size: 
     if came not in allowed:
         words = " and ".join(f"({side}, {side})" for side in came)
         raise OptionError(
-            f"the precision of {name!r} is of {words}; its weights {shape} need ({size}, {size}), or a pair "
+            f"the precision of {name!r} has shape {words}; its weights {shape} need ({size}, {size}), or a pair "
             f"({pair[0]}, {pair[0]}) and ({pair[1]}, {pair[1]})."
         )
 

@@ -1,4 +1,4 @@
-"""Any log p(theta) that is twice differentiable: its curvature by autograd."""
+"""Make a prior from any log p(theta) that is twice differentiable. Autograd computes its curvature."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ def from_log_density(
     name: str | None = None,
     **hyperparameters: Tensor | float,
 ) -> Custom:
-    """The prior with log p = fn(weights, **hyperparameters), twice differentiable in both.
+    """Return the prior with log p = fn(weights, **hyperparameters), twice differentiable in both.
 
-    Weights and hyperparameters come in float64. log p must be normalised if hyperparameters are to be tuned.
+    `fn` gets weights and hyperparameters in float64. log p must be normalised if hyperparameters are to be tuned.
 
     Args:
-        fn: the weights in, one number out. The weights are one vector (P,), or {name: tensor} with `by_name`.
-        independent: what log p is a sum over: 'weights' (D is a diagonal, for 'diag', 'full', 'block', 'lowrank' and
-            'inf'), 'tensors' (a matrix per tensor, for 'full' and 'block') or 'nothing' (one matrix of all weights,
-            for 'full').
-        by_name: whether `fn` takes the weights by the names of their tensors, each in its shape.
-        unrestricted: the names of hyperparameters that may be any real number; all others are positive.
-        name: what saved states are compared by: that of the function, if left out.
-        **hyperparameters: numbers or tensors, which `la.tune()` sets by the evidence.
+        fn: a function from the weights to one number. The weights are one vector (P,), or {name: tensor} with
+            `by_name`.
+        independent: the parts that log p is a sum over. With 'weights', D is diagonal (for the structures 'diag',
+            'full', 'block', 'lowrank' and 'inf'). With 'tensors', D has a matrix per tensor ('full' and 'block'). With
+            'nothing', D is one matrix of all weights ('full').
+        by_name: whether `fn` takes a dict of tensors by name, each in its own shape, instead of one vector.
+        unrestricted: the names of hyperparameters that may be any real number. All others must be positive.
+        name: the name by which saved states are compared. Defaults to the name of the function.
+        **hyperparameters: numbers or tensors. `la.tune()` sets them by the evidence.
 
     Returns:
         A prior for `Laplace(..., prior=)`.
 
     Raises:
-        OptionError: what is no function, or a hyperparameter that is not positive.
-        InputError: a function that returns no number, or NaN, at the weights.
+        OptionError: `fn` is not a function, or a hyperparameter is not positive.
+        InputError: `fn` does not return a finite number at the weights.
     """
     if not callable(fn):
         raise OptionError(f"fn is a {type(fn).__name__}; a function is needed: from_log_density(fn).")
@@ -67,7 +68,7 @@ def from_log_density(
 
 
 class Custom(Prior):
-    """A prior that is known by its log-density alone: see `from_log_density`."""
+    """Computes everything from a log-density. See `from_log_density`."""
 
     name = "from_log_density"
 
@@ -99,7 +100,7 @@ class Custom(Prior):
         for name, value in checked.items():
             if value.shape != self._values[name].shape:
                 raise OptionError(
-                    f"{name} has shape {tuple(value.shape)}; that of {self} is {tuple(self._values[name].shape)}."
+                    f"{name} has shape {tuple(value.shape)}; {self} needs shape {tuple(self._values[name].shape)}."
                 )
         return self._with(self._values | checked)
 
@@ -119,7 +120,7 @@ class Custom(Prior):
         return [d.to(theta.dtype) for d in forms], sum((clipped for _, clipped in pairs), Clipped())
 
     def _bends(self, slope: Tensor, weights: Tensor, layout: Layout, keep: bool) -> list[Tensor]:
-        """-d2 log p: one product with the unit vectors' sum for independent weights, else one per row."""
+        """Return -d2 log p. Independent weights take one Hessian-vector product, all others one per row."""
         if self.independent == "weights":
             bend = -_grad(slope.sum(), weights, keep=True)
             signs = 1.0 - 2.0 * (torch.arange(len(weights), device=weights.device) % 2)
@@ -136,7 +137,7 @@ class Custom(Prior):
     def _require(self, rest: Tensor, whole: Tensor) -> None:
         if rest.detach().abs().max() > _CLOSE * whole.detach().abs().max():
             raise OptionError(
-                f"{self} is no sum over independent {self.independent}: its second derivatives couple them. Write "
+                f"{self} is not a sum over independent {self.independent}: its second derivatives couple them. Write "
                 "independent='tensors' or 'nothing', with hessian_structure='full'."
             )
 
@@ -167,7 +168,7 @@ class Custom(Prior):
         return own((real if name in self.unrestricted else positive)(value, name))
 
     def _at(self, theta: Tensor, layout: Layout) -> Tensor:
-        """log p at weights in float64."""
+        """Return log p at weights in float64."""
         values = {name: value.to(theta.device, torch.float64) for name, value in self._values.items()}
         named = zip(layout.names, layout.shapes, layout.split(theta), strict=True)
         weights = {name: part.reshape(shape) for name, shape, part in named} if self.by_name else theta
@@ -180,14 +181,14 @@ class Custom(Prior):
             raise InputError(f"the function of {self} failed with weights {shape} in float64: {error!r}.") from error
         if not isinstance(out, Tensor) or out.numel() != 1:
             came = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise InputError(f"the function of {self} returned {came}; one number, log p, is needed. Sum it.")
+            raise InputError(f"the function of {self} returned {came}; it must return one number. Sum log p.")
         if not out.detach().isfinite():
             raise InputError(f"the function of {self} returned {float(out.detach())} at these weights.")
         return out.reshape(()).double()
 
 
 def _grad(value: Tensor, weights: Tensor, keep: bool) -> Tensor:
-    """The derivative, zero where there is none."""
+    """Return the derivative, or zero if `value` does not depend on the weights."""
     if not value.requires_grad:
         return torch.zeros_like(weights)
     return torch.autograd.grad(value, weights, create_graph=keep, allow_unused=True, materialize_grads=True)[0]

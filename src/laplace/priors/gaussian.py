@@ -1,6 +1,6 @@
-"""The prior N(mu0, diag(delta)^-1): a scalar or per-weight mean, a scalar, per-tensor or per-weight precision.
+"""Define the prior N(mu0, diag(delta)^-1): a scalar or per-weight mean, a scalar, per-tensor or per-weight precision.
 
-What earlier tasks leave is such a prior with a curvature of its own: `posterior/task_prior.py`.
+The prior from earlier tasks, `posterior/task_prior.py`, adds a curvature to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class GaussianPrior(Prior):
-    """Independent Gaussian weights: the prior of `prior_precision=` and `prior_mean=`, as an object.
+    """Makes weights independent and Gaussian. `prior_precision=` and `prior_mean=` give the same prior.
 
     Attributes:
         precision: one for all weights, () or (1,); one per tensor, (B,); or one per weight, (P,).
@@ -49,7 +49,7 @@ class GaussianPrior(Prior):
 
     @classmethod
     def of(cls, precision: Tensor | float, mean: Tensor | float = 0.0) -> GaussianPrior:
-        """A checked prior from numbers or tensors; lengths are checked once the layout is known."""
+        """Return a prior from numbers or tensors. Checks values now, and lengths once the layout is known."""
         precision = own(positive(precision, "prior_precision"))
         mean = own(real(mean, "prior_mean"))
         if precision.dim() > 1 or mean.dim() > 1:
@@ -60,11 +60,11 @@ class GaussianPrior(Prior):
         return cls(precision, mean)
 
     def with_precision(self, precision: Tensor | float) -> Self:
-        """The same prior with another delta."""
+        """Return the same prior with another delta."""
         return replace(self, precision=GaussianPrior.of(precision, 0.0).precision)
 
     def with_mean(self, mean: Tensor | float) -> Self:
-        """The same prior around another mean."""
+        """Return the same prior with another mean."""
         return replace(self, mean=GaussianPrior.of(1.0, mean).mean)
 
     @property
@@ -91,8 +91,8 @@ class GaussianPrior(Prior):
             )
         if "diag" not in takes and self.precision.numel() not in (1, blocks):
             raise OptionError(
-                f"a prior precision per weight ({weights} values) has no Kronecker form and none in a kernel. Give a "
-                f"scalar, or {blocks} values (one per parameter tensor), or take "
+                f"a prior precision per weight ({weights} values) cannot be added to Kronecker factors or kernels. "
+                f"Give a scalar, or {blocks} values (one per parameter tensor), or take "
                 f"hessian_structure={per_weight()}."
             )
         if self.mean.numel() not in (1, weights):
@@ -101,7 +101,7 @@ class GaussianPrior(Prior):
             )
 
     def blocks(self, layout: Layout, like: Tensor) -> list[Tensor]:
-        """The precision of each block: the same scalar for all, a scalar each, or a vector each."""
+        """Return the precision of each block: the same scalar for all, a scalar each, or a vector each."""
         self.check(layout)
         precision = self.precision.to(like)
         if not (precision.isfinite() & (precision >= torch.finfo(like.dtype).tiny)).all():
@@ -126,22 +126,22 @@ class GaussianPrior(Prior):
         return 0.5 * self.scatter(theta, layout)
 
     def logdet(self, layout: Layout, like: Tensor) -> Tensor:
-        """log det of the prior precision."""
+        """Return log det of the prior precision."""
         pairs = zip(self.blocks(layout, like), layout.sizes, strict=True)
         return torch.stack([d.double().log().sum() * (size / d.numel()) for d, size in pairs]).sum()
 
     def scatter(self, theta: Tensor, layout: Layout) -> Tensor:  # theta: (P,)
-        """(theta - mu0)^T diag(delta) (theta - mu0)."""
+        """Return (theta - mu0)^T diag(delta) (theta - mu0)."""
         offset = (theta - self.mean.to(theta)).double().square()
         pairs = zip(layout.split(offset), self.blocks(layout, theta), strict=True)
         return torch.stack([(q * d.double()).sum() for q, d in pairs]).sum()
 
     def distances(self, theta: Tensor, layout: Layout, groups: str) -> Tensor:  # (G,)
-        """|theta_g - mu_g|^2 of each group of weights, as in `Gaussian.traces`."""
+        """Return |theta_g - mu_g|^2 for each group of weights. Groups are those of `Gaussian.traces`."""
         return in_groups((theta - self.mean.to(theta)).double().square(), layout, groups)
 
     def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
-        """Those of the prior's own Gaussian, as `Gaussian.traces`."""
+        """Return the traces of the prior's own covariance, as `Gaussian.traces` does."""
         variances = self.diagonal(layout, like).double().reciprocal()
         return in_groups(variances, layout, groups), in_groups(variances.square(), layout, groups)
 
@@ -153,14 +153,14 @@ class GaussianPrior(Prior):
 
 
 def in_groups(values: Tensor, layout: Layout, groups: str) -> Tensor:  # (P,) -> (G,)
-    """Sums over groups: 'scalar' (all weights), 'layerwise' (a tensor each) or 'diag' (a weight each)."""
+    """Sum over groups: 'scalar' (all weights), 'layerwise' (one per tensor) or 'diag' (one per weight)."""
     if groups == "diag":
         return values
     return torch.stack([part.sum() for part in (layout.split(values) if groups == "layerwise" else [values])])
 
 
 def own(tensor: Tensor) -> Tensor:
-    """A copy that the user cannot write to; the tensor itself where it requires grad."""
+    """Return a copy that the user cannot write to, or the tensor itself if it requires grad."""
     if tensor.requires_grad:
         return tensor
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Priors under which the weights are independent: log p(theta) is a sum over the weights, and D a diagonal."""
+"""Define priors with independent weights: log p(theta) is a sum over the weights, and D is diagonal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Independent(Prior):
-    """A density of one weight, with hyperparameters for all weights or for each tensor, around a mean."""
+    """Gives every weight the same density around a mean, with hyperparameters for all weights or per tensor."""
 
     def __init__(self, hyperparameters: Mapping[str, Tensor | float], mean: Tensor | float) -> None:
         self._values = {name: _checked(value, name) for name, value in hyperparameters.items()}
@@ -32,7 +32,7 @@ class Independent(Prior):
 
     @abstractmethod
     def log_each(self, u: Tensor, **values: Tensor) -> Tensor:  # (p,) -> (p,)
-        """Return log p of each weight, u away from the mean."""
+        """Return log p of each weight at the distance u = w - mean."""
 
     @abstractmethod
     def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:  # (p,) -> (p,)
@@ -100,7 +100,7 @@ class Independent(Prior):
         return other
 
     def _parts(self, theta: Tensor, layout: Layout) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """The distances of each tensor's weights from the mean, in float64, and its hyperparameters."""
+        """Yield the distances of each tensor's weights from the mean, in float64, and its hyperparameters."""
         values = {name: value.to(theta.device, torch.float64).reshape(-1) for name, value in self._values.items()}
         offset = theta.double() - self.mean.to(theta.device, torch.float64)
         for number, u in enumerate(layout.split(offset)):
@@ -108,18 +108,18 @@ class Independent(Prior):
 
 
 class StudentT(Independent):
-    """Independent Student-t weights: like a Gaussian near the mean, with tails that let some weights be large.
+    """Gives independent weights a Student-t density: Gaussian near the mean, with tails that allow large weights.
 
-    log p(w) = -(df + 1)/2 log(1 + u^2 / (df scale^2)) + const, u = w - mean. In the tails, |u| > sqrt(df) scale, its
-    curvature is negative and is set to zero. `la.tune()` sets the scale; name 'df' to tune it too.
+    log p(w) = -(df + 1)/2 log(1 + u^2 / (df scale^2)) + const, u = w - mean. In the tails, |u| > sqrt(df) scale, the
+    curvature is negative and is set to zero. `la.tune()` sets the scale. To tune df, too, name it.
 
     Args:
-        df: degrees of freedom, one number or one per parameter tensor; large ones make a Gaussian.
-        scale: of the weights, one number or one per parameter tensor.
+        df: degrees of freedom, one number or one per parameter tensor. The larger, the closer to a Gaussian.
+        scale: the scale of the weights, one number or one per parameter tensor.
         mean: one number, or one per weight.
 
     Raises:
-        OptionError: a value that is not positive.
+        OptionError: df or scale is not positive.
     """
 
     name = "student_t"
@@ -138,19 +138,19 @@ class StudentT(Independent):
 
 
 class SmoothedLaplace(Independent):
-    """Independent weights with a Laplace density that is smooth at the mean: most weights near it, some far away.
+    """Gives independent weights a Laplace density, made smooth at the mean: most weights are near it, some far away.
 
     log p(w) = -sqrt(u^2 + smoothing^2) / scale - log Z, u = w - mean, Z = 2 smoothing K_1(smoothing / scale) with the
-    Bessel function K_1. Its curvature, smoothing^2 / (scale (u^2 + smoothing^2)^(3/2)), is positive everywhere.
-    `la.tune()` sets the scale; name 'smoothing' to tune it too.
+    Bessel function K_1. The curvature, smoothing^2 / (scale (u^2 + smoothing^2)^(3/2)), is positive everywhere.
+    `la.tune()` sets the scale. To tune smoothing, too, name it.
 
     Args:
-        scale: of the tails, one number or one per parameter tensor.
-        smoothing: the width within which it is smooth, one number or one per parameter tensor.
+        scale: the scale of the tails, one number or one per parameter tensor.
+        smoothing: the width of the smooth part, one number or one per parameter tensor.
         mean: one number, or one per weight.
 
     Raises:
-        OptionError: a value that is not positive.
+        OptionError: scale or smoothing is not positive.
     """
 
     name = "smoothed_laplace"
@@ -173,12 +173,12 @@ class SmoothedLaplace(Independent):
 def _checked(value: Tensor | float, name: str) -> Tensor:
     tensor = own(positive(value, name))
     if tensor.dim() > 1:
-        raise OptionError(f"{name} has shape {tuple(tensor.shape)}; it is one number, or a vector with one per tensor.")
+        raise OptionError(f"{name} has shape {tuple(tensor.shape)}; give one number, or a vector with one per tensor.")
     return tensor
 
 
 def _centre(mean: Tensor | float) -> Tensor:
     tensor = own(real(mean, "mean"))
     if tensor.dim() > 1:
-        raise OptionError(f"mean has shape {tuple(tensor.shape)}; it is one number, or a vector with one per weight.")
+        raise OptionError(f"mean has shape {tuple(tensor.shape)}; give one number, or a vector with one per weight.")
     return tensor

@@ -1,10 +1,10 @@
-"""Suites that parts of one's own inherit: they compare with dense float64 references that are made here.
+"""Provide test suites for your own structures and likelihoods. They compare with dense float64 references.
 
     class TestMine(StructureConformance):
         def structure(self):
             return MyStructure()
 
-pytest collects every method `test_...`; nothing here imports pytest.
+pytest collects every method `test_...`. Nothing here imports pytest.
 """
 
 from laplace.testing.likelihoods import LikelihoodConformance

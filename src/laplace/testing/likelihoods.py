@@ -1,4 +1,4 @@
-"""What every likelihood must do, whatever it is of."""
+"""Test what every likelihood must do."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from laplace.testing.reference import close
 
 
 class LikelihoodConformance:
-    """What is asked of every likelihood; a subclass says which one it is, and brings outputs with labels.
+    """Tests a likelihood. A subclass returns the likelihood, and outputs with labels.
 
     Attributes:
-        draws: labels that are drawn where moments of them are compared.
+        draws: how many labels to draw in the test of their moments.
     """
 
     draws: int = 20_000
@@ -44,7 +44,7 @@ class LikelihoodConformance:
         return likelihood, f, likelihood.check_targets(f, y)
 
     def test_examples_are_independent(self) -> None:
-        """log p has a number for each example, which does not depend on the others."""
+        """Check that log p has one number per example, which does not depend on the others."""
         likelihood, f, y = self.checked()
         whole = likelihood.log_prob(f, y)
         close(
@@ -56,14 +56,14 @@ class LikelihoodConformance:
         close(lam, alone, what="fisher")
 
     def test_the_score_is_the_derivative_of_log_prob(self) -> None:
-        """score = d log p / df, by autograd."""
+        """Check score = d log p / df by autograd."""
         likelihood, f, y = self.checked()
         g = f.clone().requires_grad_()
         (expected,) = torch.autograd.grad(likelihood.log_prob(g, y).sum(), g)
         close(likelihood.score(f, y), expected, what="score")
 
     def test_lambda_is_symmetric_and_positive_semidefinite(self) -> None:
-        """And minus the second derivative of log p, where the likelihood says so."""
+        """Check Lambda, and that it is -d2 log p / df2 if the likelihood says so."""
         likelihood, f, y = self.checked()
         lam = likelihood.fisher(f, y).dense()
         close(lam, lam.mT, what="fisher and its transpose")
@@ -77,7 +77,7 @@ class LikelihoodConformance:
             close(lam, (vectors * values.clamp(min=0).unsqueeze(1)) @ vectors.mT, 1e-7, "fisher, from autograd")
 
     def test_roots_are_roots_of_lambda(self) -> None:
-        """root_times(f, eps) = L eps with L L^T = Lambda."""
+        """Check root_times(f, eps) = L eps with L L^T = Lambda."""
         likelihood, f, y = self.checked()
         n, c = f.shape
         lam = likelihood.fisher(f, y)
@@ -87,7 +87,7 @@ class LikelihoodConformance:
         close(torch.einsum("knc,knd->ncd", root, root), lam.dense(), what="root_times")
 
     def test_drawn_labels_have_lambda_as_their_scores_second_moment(self) -> None:
-        """E[score score^T] = Lambda over drawn labels, and the mean score is zero; passes without `sample`."""
+        """Check E[score score^T] = Lambda and E[score] = 0 over drawn labels. Passes without `sample`."""
         likelihood, f, y = self.checked()
         if not likelihood.hessian_is_fisher:
             return
@@ -102,7 +102,7 @@ class LikelihoodConformance:
         assert float((scores.mean(0).abs().amax(1) / size.sqrt()).max()) < 6 / self.draws**0.5
 
     def test_sums_of_the_data_give_its_log_likelihood(self) -> None:
-        """log p(D) from the sums, weights included; the sums of two halves add up."""
+        """Check log p(data) from the sums, with and without weights, and that sums of two halves add up."""
         likelihood, f, y = self.checked()
         one = torch.ones((), dtype=torch.float64)
         weights = torch.linspace(0.5, 2, len(f), dtype=torch.float64)
@@ -116,7 +116,7 @@ class LikelihoodConformance:
                 close(first[key] + second[key], value, what=f"sums of {key}")
 
     def test_a_certain_output_gives_the_inverse_link(self) -> None:
-        """Every link is the inverse link where nothing is uncertain; the Laplace bridge alone has no such limit."""
+        """Check that every link is the inverse link if nothing is uncertain. The Laplace bridge has no such limit."""
         likelihood, f, _ = self.checked()
         response, (n, c) = likelihood.response, f.shape
         tiny = 1e-12 * torch.eye(c, dtype=f.dtype).expand(n, c, c)
@@ -127,7 +127,7 @@ class LikelihoodConformance:
                 close(mean, response.inverse_link(f), 1e-4, f"link {name!r}")
 
     def test_a_prediction_has_a_density_and_two_uncertainties(self) -> None:
-        """The predictive at labels is finite, and no uncertainty is negative."""
+        """Check that the predictive density at labels is finite, and no uncertainty is negative."""
         likelihood, f, y = self.checked()
         n, c = f.shape
         spread = 0.3 * torch.eye(c, dtype=f.dtype).expand(n, c, c)
@@ -145,9 +145,9 @@ class LikelihoodConformance:
         assert float(aleatoric.min()) >= -1e-12
 
     def test_a_laplace_approximation_with_it_predicts_and_is_loaded(self) -> None:
-        """Fit of a last layer, evidence, prediction, file."""
+        """Fit a last layer, compute the evidence, predict, save and load."""
         likelihood, (f, y) = self.likelihood(), self.data()
-        if likelihood.pairs or likelihood.further:  # whose batches hold more than inputs and labels
+        if likelihood.pairs or likelihood.further:  # batches hold more than inputs and labels
             return
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, f.shape[1])).double()

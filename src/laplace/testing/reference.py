@@ -1,4 +1,4 @@
-"""Dense references, straight from the formulas, and how they are compared."""
+"""Compute dense references directly from the formulas, and compare with them."""
 
 from __future__ import annotations
 

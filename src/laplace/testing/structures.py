@@ -1,4 +1,4 @@
-"""What every structure must do, whatever it keeps."""
+"""Test what every structure must do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ N, NEW = 9, 4
 
 
 class Small(nn.Module):
-    """A layer of every kind of block: a grouped convolution, a normalisation, a linear layer, in 59 weights at most."""
+    """Has a layer for every kind of block: grouped convolution, normalisation, linear. At most 59 weights."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Small(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A fit, and the Jacobian of the outputs at new inputs: from the engine, and by autograd."""
+    """Holds a fit, and the Jacobian of the outputs at new inputs, from the engine and by autograd."""
 
     la: Laplace
     data: tuple[Tensor, Tensor]
     run: Forward  # at the new inputs
     jac: Tensor  # (NEW, C, P)
-    index: Tensor | None = None  # of the uncertain weights among all of their tensors', where they are scattered
+    index: Tensor | None = None  # of the uncertain weights in the flat vector, if they are scattered
 
     def jacobian_at(self, x: Tensor) -> Tensor:  # (N, C, P)
         """Return the Jacobian at some inputs by autograd."""
@@ -62,12 +62,12 @@ class Case:
 
     @property
     def fit(self) -> Fit:
-        """What fitting left."""
+        """Return the fit."""
         return self.la.posterior.fit
 
     @functools.cached_property
     def engine(self) -> Jacobian:
-        """The Jacobian at the new inputs, as structures get it."""
+        """Return the Jacobian at the new inputs, as structures get it."""
         return self.run.jacobian()
 
     def blocks(self, prior: str) -> list[Tensor]:
@@ -78,7 +78,7 @@ class Case:
         return GaussianPrior.of(torch.rand(size, dtype=torch.float64) + 0.4, 0.0).blocks(layout, self.fit.mean)
 
     def diagonal(self, prior: str) -> Tensor:  # (P,)
-        """Return the same, one value per weight."""
+        """Return the same prior precision with one value per weight."""
         pairs = zip(self.blocks(prior), self.fit.layout.sizes, strict=True)
         return torch.cat([d.reshape(-1).expand(size) for d, size in pairs])
 
@@ -87,7 +87,7 @@ class Case:
         return self.fit.curvature.gaussian(torch.tensor(scale, dtype=torch.float64), self.blocks(prior))
 
     def gaussians(self) -> Iterator[tuple[str, Gaussian, Tensor, Tensor]]:
-        """Yield, for every prior structure that there is, the Gaussian, its precision, and the inverse of that."""
+        """Yield the Gaussian, its precision and its covariance for every accepted prior structure."""
         for prior in self.fit.structure.prior_structures:
             gaussian = self.gaussian(prior)
             precision = gaussian.precision_matrix()
@@ -95,20 +95,20 @@ class Case:
 
 
 def parts_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return batches of these sizes, and what is left."""
+    """Return batches of these sizes, and the rest as a last batch."""
     cuts = [*sizes, len(x) - sum(sizes)]
     return list(zip(x.split(cuts), y.split(cuts), strict=True))
 
 
 def fitted(structure: Structure | str, subset: Any, curvature: str, task: str, **options: Any) -> Case:
-    """Return a small fit in float64 of a structure, and what it is compared with."""
+    """Return a small fit of a structure in float64, with its references."""
     torch.manual_seed(0)
     model = Small(TASKS[task]).double()
     x, new = torch.randn(N, 6, dtype=torch.float64), torch.randn(NEW, 6, dtype=torch.float64)
     y = torch.randint(3, (N,)) if task == "classification" else torch.randn(N, 2, dtype=torch.float64)
     la = Laplace(model, task, subset, structure, curvature=curvature, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LaplaceWarning)  # of tensors that are kept in another form
+        warnings.simplefilter("ignore", LaplaceWarning)  # about tensors in a fallback form
         la.fit(parts_of(x, y, [4, 1, 2]), generator=torch.Generator().manual_seed(5))
     (run,) = la.runner.runs(la.posterior.fit, Inputs(new), whole=True)
     index = la.subnetwork_indices
@@ -117,7 +117,7 @@ def fitted(structure: Structure | str, subset: Any, curvature: str, task: str, *
 
 
 class StructureConformance:
-    """What is asked of every structure of weights; a subclass says which one it is.
+    """Tests a structure of weights. A subclass returns the structure.
 
     Attributes:
         subsets: values of subset_of_weights that it is fitted with.
@@ -134,15 +134,15 @@ class StructureConformance:
         raise NotImplementedError("write `def structure(self): return MyStructure()`")
 
     def expected_curvature(self, exact: Tensor, case: Case) -> Tensor | None:  # (P, P)
-        """Return H as it should be kept, given the exact one, sum of J^T Lambda J; None: nothing is known of it."""
+        """Return the H that should be kept, given the exact sum of J^T Lambda J. None skips the comparison."""
         return None
 
     def expected_precision(self, case: Case, prior: str) -> Tensor:  # (P, P)
-        """Return s H + D; a structure whose prior enters otherwise says how."""
+        """Return s H + D. Override it for a structure that adds the prior in another way."""
         return SCALE * case.fit.curvature.matrix() + case.diagonal(prior).diag()
 
     def cases(self) -> Iterator[Case]:
-        """Yield the fits that every test looks at, made once for each class."""
+        """Yield the fits that every test uses, made once per class."""
         kept = vars(type(self)).get("_cases")
         if kept is None:
             combined = itertools.product(self.subsets, self.curvatures, self.tasks)
@@ -151,7 +151,7 @@ class StructureConformance:
         yield from kept
 
     def test_it_describes_itself(self) -> None:
-        """It has a name, says what it keeps of each tensor, and counts its bytes."""
+        """Check that it has a name, describes what it keeps of each tensor, and counts its bytes."""
         for case in self.cases():
             structure, rows = case.fit.structure, list(case.la.coverage())
             assert structure.name
@@ -164,7 +164,7 @@ class StructureConformance:
             assert copy.deepcopy(structure).described == structure.described
 
     def test_the_curvature_is_what_it_should_be(self) -> None:
-        """H is symmetric and positive semi-definite, and as `expected_curvature` says."""
+        """Check that H is symmetric, positive semi-definite, and equal to `expected_curvature`."""
         for case in self.cases():
             h = case.fit.curvature.matrix()
             close(h, h.T, what="H and its transpose")
@@ -182,7 +182,7 @@ class StructureConformance:
                     close(h, expected, what="H")
 
     def test_the_precision_is_the_scaled_curvature_plus_the_prior(self) -> None:
-        """precision = s H + D."""
+        """Check precision = s H + D."""
         for case in self.cases():
             for prior, gaussian, precision, _ in case.gaussians():
                 close(precision, self.expected_precision(case, prior), what=f"precision, {prior}")
@@ -191,7 +191,7 @@ class StructureConformance:
                     close(diagonal.diag(), precision, what="as_diagonal of the precision")
 
     def test_the_covariance_is_the_inverse_of_the_precision(self) -> None:
-        """Dense covariance, marginal variances, and a scale where there is one."""
+        """Check the dense covariance, the marginal variances, and the scale if there is one."""
         for case in self.cases():
             for prior, gaussian, precision, covariance in case.gaussians():
                 close(precision, precision.T, what=f"precision and its transpose, {prior}")
@@ -203,14 +203,14 @@ class StructureConformance:
                     close(root @ root.T, covariance, what=f"scale, {prior}")
 
     def test_the_log_determinant_is_the_precisions(self) -> None:
-        """log det, in float64."""
+        """Check log det, in float64."""
         for case in self.cases():
             for prior, gaussian, precision, _ in case.gaussians():
                 close(gaussian.logdet(), torch.logdet(precision), what=f"logdet, {prior}")
                 assert gaussian.logdet().dtype == torch.float64
 
     def test_the_quadratic_form_is_the_precisions(self) -> None:
-        """v^T precision v, for one vector and for several."""
+        """Check v^T precision v for one vector and for several."""
         for case in self.cases():
             for prior, gaussian, precision, _ in case.gaussians():
                 torch.manual_seed(2)
@@ -219,7 +219,7 @@ class StructureConformance:
                 close(gaussian.quadratic(v[0]), v[0] @ precision @ v[0], what=f"quadratic of one vector, {prior}")
 
     def test_colour_is_a_root_of_the_covariance(self) -> None:
-        """color(eps) = eps R with R^T R the covariance."""
+        """Check color(eps) = eps R with R^T R = covariance."""
         for case in self.cases():
             for prior, gaussian, _, covariance in case.gaussians():
                 root = gaussian.color(torch.eye(len(covariance), dtype=torch.float64))
@@ -229,13 +229,13 @@ class StructureConformance:
                 close(gaussian.color(eps), eps @ root, what=f"color is linear, {prior}")
 
     def test_output_variances_are_those_of_the_jacobian(self) -> None:
-        """diag(J Sigma J^T), J Sigma J^T and J Sigma J^T v of each example."""
+        """Check diag(J Sigma J^T), J Sigma J^T and J Sigma J^T v of each example."""
         for case in self.cases():
             torch.manual_seed(2)
             v = torch.randn(case.jac.shape[:2], dtype=torch.float64)
             for prior, gaussian, _, covariance in case.gaussians():
                 expected = case.jac @ covariance @ case.jac.mT
-                for _ in range(4):  # a structure may prepare for being asked again
+                for _ in range(4):  # a structure may keep results after the first call
                     close(gaussian.variance(case.engine), expected.diagonal(dim1=1, dim2=2), what=f"variance, {prior}")
                 close(gaussian.covariance(case.engine), expected, what=f"covariance, {prior}")
                 close(gaussian.dense_variance(case.jac), expected, what=f"dense_variance, {prior}")
@@ -243,7 +243,7 @@ class StructureConformance:
                 close(gaussian.product(case.engine, v), times, what=f"product, {prior}")
 
     def test_the_joint_covariance_is_that_of_all_rows_of_the_jacobian(self) -> None:
-        """J Sigma J^T over all examples together."""
+        """Check J Sigma J^T over all examples together."""
         for case in self.cases():
             rows, shape = case.jac.flatten(0, 1), (*case.jac.shape[:2], *case.jac.shape[:2])
             for prior, gaussian, _, covariance in case.gaussians():
@@ -252,7 +252,7 @@ class StructureConformance:
                 close(gaussian.dense_variance(rows), expected, what=f"dense_variance of all rows, {prior}")
 
     def test_some_outputs_are_a_part_of_all(self) -> None:
-        """The Jacobian of chosen outputs gives the chosen variances."""
+        """Check that the Jacobian of chosen outputs gives the chosen variances."""
         for case in self.cases():
             index = torch.tensor([1, 0]) if case.jac.shape[1] == 2 else torch.tensor([2, 0])
             engine, jac = case.run.jacobian(index), case.jac[:, index]
@@ -265,7 +265,7 @@ class StructureConformance:
                 close(joint, rows @ covariance @ rows.T, what="joint of some outputs")
 
     def test_a_sweep_gives_the_variances_of_each_gaussian(self) -> None:
-        """`Curvature.sweep`, which validation uses."""
+        """Check `Curvature.sweep`, which tuning by validation uses."""
         for case in self.cases():
             for prior in case.fit.structure.prior_structures:
                 gaussians = [case.gaussian(prior, scale) for scale in (0.1, 1.0, 30.0)]
@@ -277,7 +277,7 @@ class StructureConformance:
                     close(variance, expected, what=f"sweep, {prior}")
 
     def test_traces_are_those_of_the_covariances_blocks(self) -> None:
-        """tr(Sigma_gg) and ||Sigma_gh||^2, with which the evidence is maximised; in float64."""
+        """Check tr(Sigma_gg) and ||Sigma_gh||^2 in float64. Newton's method on the evidence uses them."""
         for case in self.cases():
             layout, able = case.fit.layout, case.fit.structure.prior_structures
             sizes = {"scalar": [layout.n_params], "layerwise": layout.sizes, "diag": [1] * layout.n_params}
@@ -293,10 +293,10 @@ class StructureConformance:
                 close(m, squares.diagonal() if m.dim() == 1 else squares, what=f"squares of {groups!r}, {prior}")
 
     def test_fits_on_two_halves_add_up_to_the_whole(self) -> None:
-        """Sums are sums over the data; a structure of several runs over the data says that it has none."""
+        """Check that sums of two halves add up, or that adding data is refused."""
         for case in self.cases():
             (x, y), la = case.data, case.la
-            if not case.fit.structure.adds:  # what is kept depends on all data
+            if not case.fit.structure.adds:  # the sums depend on all data
                 try:
                     la.fit(parts_of(x, y, [3]), override=False)
                 except UnsupportedError:
@@ -322,7 +322,7 @@ class StructureConformance:
             assert whole.n_data == N
 
     def test_gradients_in_scale_and_prior_are_right(self) -> None:
-        """logdet and output variances are differentiable in s and D."""
+        """Check the derivatives of logdet and output variances in s and D."""
         for case in self.cases():
             curvature, layout, mean = case.fit.curvature, case.fit.layout, case.fit.mean
 
@@ -343,7 +343,7 @@ class StructureConformance:
                     )
 
     def test_the_evidence_is_its_formula(self) -> None:
-        """log Z = log p(D) - 1/2 (scatter + log det), with a prior precision of 1."""
+        """Check log Z = log p(data) - 1/2 (scatter + log det) at a prior precision of 1."""
         for case in self.cases():
             posterior = case.la.posterior
             scatter = case.fit.mean.square().sum()
@@ -351,7 +351,7 @@ class StructureConformance:
             close(posterior.log_evidence, posterior.log_likelihood - 0.5 * (scatter + logdet), what="log evidence")
 
     def test_it_is_saved_and_loaded(self) -> None:
-        """A file gives back the same posterior, on the same network."""
+        """Check that a file gives back the same posterior on the same network."""
         for case in self.cases():
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "posterior.safetensors"

@@ -1,4 +1,4 @@
-"""Which weights are uncertain."""
+"""Choose which weights are uncertain."""
 
 from laplace.weights.all_weights import All
 from laplace.weights.changes import Snapshot as Snapshot

@@ -1,4 +1,4 @@
-"""All weights: every parameter that requires grad. Freezing some is one way to choose (a head, adapters)."""
+"""Choose all parameters that require grad. To choose fewer (a head, adapters), freeze the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from laplace.weights.selection import Selection, Subset, trainable_of
 
 
 class All(Subset):
-    """Take all parameters with requires_grad, each tied tensor once."""
+    """Takes all parameters with requires_grad=True. A tied tensor counts once."""
 
     label = "all"
 

@@ -1,4 +1,4 @@
-"""Whether a network is still the one that was fitted."""
+"""Find out whether a network has changed since it was fitted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from laplace.weights.selection import Selection
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where every parameter and buffer lay, how often it had been written to, and a digest of its values: no copy.
+    """Remembers each parameter's and buffer's address, version counter and digest of values, without copying it.
 
-    Addresses and versions are compared at each prediction. They mean nothing in a copy of the network (None there), and
-    writes through `.data` leave them as they are; digests are compared where an answer would be kept for good.
+    Addresses and versions are compared at each prediction. They are None for a copy of the network, where they mean
+    nothing. They do not see writes through `.data`, so that digests are compared, too, before a result is stored.
     """
 
     versions: tuple[tuple[int, int], ...] | None
@@ -28,19 +28,19 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: nn.Module) -> Snapshot:
-        """The network as it is now."""
+        """Take a snapshot of the network."""
         return cls(_versions(model), digests.of_state(model))
 
     def elsewhere(self) -> Snapshot:
-        """The same of a copy of the network."""
+        """Return the snapshot for a copy of the network."""
         return replace(self, versions=None)
 
     def same_place(self, model: nn.Module) -> bool:
-        """Whether nothing was written to, moved or replaced, as far as torch tells."""
+        """Return whether no tensor was written to, moved or replaced, as far as torch can tell."""
         return self.versions == _versions(model)
 
     def differs(self, other: Snapshot) -> str:
-        """In words, which tensors have other values; '' where none has."""
+        """Describe which tensors have other values. Returns '' if none has."""
         if self.values is None or other.values is None:
             return ""
         return digests.differing(self.values, other.values)
@@ -49,7 +49,7 @@ class Snapshot:
 def what_changed(
     model: nn.Module, weights: FoundLastLayer | Selection, mean: Tensor, then: Snapshot | None, thoroughly: bool = False
 ) -> str | None:
-    """In words, what is no longer as it was when `mean` and `then` were taken; None where nothing is."""
+    """Describe what has changed since `mean` and `then` were taken. Returns None if nothing has."""
     layout = weights.layout
     now = zip(layout.gather(weights.tensors(model)), layout.split(mean), strict=True)
     if not all(torch.equal(t.to(m), m) for t, m in now):

@@ -1,4 +1,4 @@
-"""The last linear layer: the one whose output is the network's output, found by running one example."""
+"""Find the last linear layer, whose output is the network's output, by running one example."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 @dataclass(frozen=True)
 class FoundLastLayer:
-    """Which layer it is, which of its tensors are uncertain, and what the network does with a sequence after it."""
+    """Names the layer, its uncertain tensors, and how the network reduces a sequence after it."""
 
     module: str
     layout: Layout
@@ -45,23 +45,23 @@ class FoundLastLayer:
 
     @property
     def described(self) -> str:
-        """In words."""
+        """Return a description for messages."""
         return f"the last layer {self.module!r}"
 
     def layer(self, model: nn.Module) -> Pointwise:
-        """The layer inside `model` (or inside a replica of it)."""
+        """Return the layer inside `model`, or inside a replica of it."""
         try:
             layer = unwrap(model).get_submodule(self.module)
         except AttributeError:
             layer = None
         if not is_pointwise(layer):
             raise ModelError(
-                f"the last layer {self.module!r} is no nn.Linear of the network any more. Call la.fit again."
+                f"the last layer {self.module!r} is no longer an nn.Linear of the network. Call la.fit again."
             )
         return layer
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
-        """The uncertain tensors, as they are in the network now."""
+        """Return the uncertain tensors with their current values."""
         own = self.layer(model)._parameters
         found = [own.get(name.rpartition(".")[2]) for name in self.layout.names]
         if any(p is None for p in found):
@@ -69,12 +69,12 @@ class FoundLastLayer:
         return [p.detach() for p in found if p is not None]
 
     def reduce(self, h: Tensor) -> Tensor:  # (N, ..., D) -> (N, D)
-        """Features or outputs of the layer with the dimensions between the first and the last taken away."""
+        """Reduce features or outputs of the layer over the dimensions between the first and the last."""
         return h if h.dim() == 2 or self.reduction is None else REDUCTIONS[self.reduction](h)
 
 
 def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reduction: str | None) -> FoundLastLayer:
-    """The last layer by its name, or by one run of the network on `example`."""
+    """Find the last layer by its name, or by one run of the network on `example`."""
     if name is not None:
         name = name.removeprefix("_orig_mod.")
         _check_named(model, name)
@@ -87,8 +87,8 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
             if _matches(call.output, call.version, output, way):
                 if way != reduction:
                     warn(
-                        f"the network reduces a sequence after its last layer {call.name!r}; taken: "
-                        f"feature_reduction={way!r}, which gives its output. Pass it to silence this."
+                        f"the network reduces a sequence after its last layer {call.name!r}. feature_reduction={way!r} "
+                        "gives the same output and is used. Pass it to silence this warning."
                     )
                 _check_called_once(call.name, calls)
                 _check_linear(model, call)
@@ -106,7 +106,7 @@ class _Call:
 
 
 def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
-    """All calls of linear layers in the order in which they were made, and the network's output."""
+    """Return all calls of linear layers in order, and the network's output."""
     replica = replicate(model)
     calls: list[_Call] = []
 
@@ -122,12 +122,12 @@ def _record(model: nn.Module, example: Inputs) -> tuple[list[_Call], Tensor]:
         if is_pointwise(module):
             module.register_forward_hook(record(name), with_kwargs=True)
     with torch.inference_mode(False), torch.no_grad():
-        return calls, example.map(torch.clone).singles().call(replica)  # which may write to them
+        return calls, example.map(torch.clone).singles().call(replica)  # cloned: it may write to them
 
 
 def is_output(out: Tensor, version: int, f: Tensor) -> bool:
-    """Whether a layer's output, of that version, is the network's output: the same memory, or equal values."""
-    if out._version != version or out.shape not in (f.shape, (*f.shape, 1)):  # a last dimension of 1 may be taken off
+    """Return whether a layer's output, at that version, is the network's: the same memory, or equal values."""
+    if out._version != version or out.shape not in (f.shape, (*f.shape, 1)):  # a last 1 may be dropped
         return False
     return (
         out is f or out.data_ptr() == f.data_ptr() or torch.equal(_known(out.to(f.dtype).reshape(f.shape)), _known(f))
@@ -141,7 +141,7 @@ def _matches(out: Tensor, version: int, f: Tensor, reduction: str | None) -> boo
 
 
 def close(out: Tensor, f: Tensor) -> bool:
-    """Equal up to the order of additions in a mean."""
+    """Return whether two tensors are equal up to the order of additions in a mean."""
     if out.shape != f.shape:
         return False
     eps = torch.finfo(f.dtype).eps
@@ -150,7 +150,7 @@ def close(out: Tensor, f: Tensor) -> bool:
 
 
 def _known(f: Tensor) -> Tensor:
-    """Without NaN and infinity, which do not compare: they are refused where their batch is known."""
+    """Replace NaN and infinity, which do not compare, by 0. They are refused later, with the batch's name."""
     return f.nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -167,10 +167,10 @@ def _check_named(model: nn.Module, name: str) -> None:
     modules = dict(unwrap(model).named_modules())
     linear = [n for n, m in modules.items() if is_pointwise(m)]
     if name not in modules:
-        raise OptionError(f"the last layer {name!r} is no module of the network. Its linear layers: {linear}.")
+        raise OptionError(f"the last layer {name!r} is not a module of the network. Its linear layers: {linear}.")
     if not is_pointwise(modules[name]):
         raise OptionError(
-            f"the last layer {name!r} is a {type(modules[name]).__name__}; an nn.Linear is needed: {linear}."
+            f"the last layer {name!r} is a {type(modules[name]).__name__}; it must be an nn.Linear: {linear}."
         )
 
 
@@ -181,11 +181,11 @@ def _check_called_once(name: str, calls: list[_Call]) -> None:
 
 
 def _check_linear(model: nn.Module, call: _Call) -> None:
-    """Refuse a layer whose weight is computed from other parameters, or whose forward is another one."""
+    """Refuse a layer whose weight is computed from other parameters, or whose forward is not nn.Linear's."""
     own = call.layer._parameters
     if own.get("weight") is None or (call.layer.bias is not None and own.get("bias") is None):
         raise ModelError(
-            f"the weight of the last layer {call.name!r} is no parameter but computed (weight_norm, spectral_norm, "
+            f"the weight of the last layer {call.name!r} is not a parameter but computed (weight_norm, spectral_norm, "
             "another parametrization). Write torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')."
         )
     with torch.no_grad():
@@ -194,13 +194,13 @@ def _check_linear(model: nn.Module, call: _Call) -> None:
               for p in module._parameters.values() if p is unwrap(model).get_submodule(call.name).weight]  # fmt: skip
     if len(owners) > 1:
         raise ModelError(
-            f"the weight of the last layer {call.name!r} is tied to another module ({', '.join(owners)}), which uses "
-            "it too. Take subset_of_weights='all', or untie it."
+            f"the weight of the last layer {call.name!r} is tied to another module ({', '.join(owners)}), which also "
+            "uses it. Take subset_of_weights='all', or untie it."
         )
     if not close(plain, call.output):
         raise ModelError(
-            f"the last layer {call.name!r}, a {type(call.layer).__name__}, does not compute weight x + bias; its "
-            "forward must be nn.Linear's own."
+            f"the last layer {call.name!r}, a {type(call.layer).__name__}, does not compute weight x + bias. Its "
+            "forward must be the one of nn.Linear."
         )
 
 
@@ -212,7 +212,7 @@ def _not_found(name: str | None, calls: list[_Call], output: Tensor) -> str:
         found = f"its output has shape {made[-1]}, changed before it is returned" if made else "it was not called"
         return f"the output of layer {name!r} is not the network's output of shape {shape}: {found}. {fix}"
     if not calls:
-        return f"no nn.Linear was called in the network (output {shape}), but its last layer must be one."
+        return f"the network (output {shape}) called no nn.Linear, but its last layer must be one."
     last = calls[-1]
     return (
         f"the network's output, of shape {shape}, is not the output of an nn.Linear. The last one called was "

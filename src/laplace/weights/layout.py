@@ -1,4 +1,4 @@
-"""How the uncertain weights lie in one vector of length P: tensor after tensor, each in row-major order."""
+"""Arrange the uncertain weights in one vector of length P: tensor after tensor, each in row-major order."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from laplace.errors import ModelError
 
 
 def require_real(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse weights that are complex numbers: the Gaussian is over real ones."""
+    """Refuse complex weights. The Gaussian is over real numbers."""
     for name, p in parameters:
         if p.is_complex():
             raise ModelError(
-                f"the weights {name!r} are complex ({p.dtype}); uncertain weights are real numbers. Keep them as a "
-                "real parameter of shape (..., 2) and use torch.view_as_complex of it in forward, or name others: "
+                f"the weights {name!r} are complex ({p.dtype}); uncertain weights must be real numbers. Keep them as a "
+                "real parameter of shape (..., 2) and use torch.view_as_complex in forward, or choose others: "
                 "subset_of_weights='last_layer', or names of layers."
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Scattered:
-    """Which weights of a tensor are uncertain, where not all are."""
+    """Lists the uncertain weights of a tensor if not all are uncertain."""
 
     index: Tensor  # (p,), ascending, into the flattened tensor
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
 
     def gather(self, flat: Tensor) -> Tensor:  # (..., numel) -> (..., p)
-        """The uncertain weights of a flattened tensor."""
+        """Return the uncertain weights of a flattened tensor."""
         return flat[..., self.index.to(flat.device)]
 
     def scatter_add(self, tensor: Tensor, steps: Tensor) -> Tensor:  # shape, (S, p) -> (S, *shape)
-        """The tensor with its uncertain weights moved by each step."""
+        """Return the tensor with each step added to its uncertain weights."""
         flat = tensor.reshape(1, -1).expand(len(steps), -1)
         return flat.index_add(1, self.index.to(flat.device), steps).reshape(len(steps), *self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Names and shapes of the blocks: a block is a parameter tensor, or what of it is uncertain, then of shape (p,)."""
+    """Holds names and shapes of the blocks. A block is a parameter tensor, or its uncertain weights, of shape (p,)."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    scattered: tuple[Scattered | None, ...] = ()  # one for each block, None for a whole tensor; () where all are whole
+    scattered: tuple[Scattered | None, ...] = ()  # one per block, None for a whole tensor; () if all are whole
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, Tensor]]) -> Layout:
-        """The layout of whole named parameters in their order; complex ones are refused."""
+        """Return the layout of whole named parameters in their order. Refuses complex ones."""
         parameters = list(parameters)
         require_real(parameters)
         pairs = [(name, tuple(p.shape)) for name, p in parameters]
@@ -60,7 +60,7 @@ class Layout:
     def of_parts(
         cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], indices: Sequence[Tensor | None]
     ) -> Layout:
-        """The layout of tensors of which only the weights at some indices are uncertain, or all (None)."""
+        """Return the layout of tensors whose weights at `indices` are uncertain, or all weights (None)."""
         pairs = list(zip(shapes, indices, strict=True))
         if all(index is None for index in indices):
             return cls(tuple(names), tuple(shapes))
@@ -72,44 +72,44 @@ class Layout:
 
     @property
     def parts(self) -> tuple[Scattered | None, ...]:
-        """One for each block: which weights of the tensor are in it, None for all."""
+        """Return one entry per block: which weights of the tensor it has, or None for all."""
         return self.scattered or (None,) * len(self.names)
 
     @property
     def tensor_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the whole tensors."""
+        """Return the shapes of the whole tensors."""
         return tuple(s if part is None else part.shape for s, part in zip(self.shapes, self.parts, strict=True))
 
     @property
     def whole(self) -> Layout:
-        """The layout of the whole tensors."""
+        """Return the layout of the whole tensors."""
         return Layout(self.names, self.tensor_shapes)
 
     @property
     def sizes(self) -> list[int]:
-        """Number of weights in each block."""
+        """Return the number of weights in each block."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
     def n_params(self) -> int:
-        """Number of weights in all blocks, P."""
+        """Return the number of weights in all blocks, P."""
         return sum(self.sizes)
 
     def split(self, vector: Tensor) -> list[Tensor]:  # (..., P) -> [(..., p_b)]
-        """A vector cut into its blocks, as views."""
+        """Split a vector into its blocks, as views."""
         return list(vector.split(self.sizes, dim=-1))
 
     def gather(self, tensors: Sequence[Tensor], lead: int = 0) -> list[Tensor]:  # [(..., *shape)] -> [(..., p_b)]
-        """The uncertain weights of whole tensors, flat; `lead` dimensions come before the tensors' own."""
+        """Return the uncertain weights of whole tensors, flat. The first `lead` dimensions are batch dimensions."""
         flat = [t.reshape(*t.shape[:lead], -1) for t in tensors]
         return [t if part is None else part.gather(t) for t, part in zip(flat, self.parts, strict=True)]
 
     def join(self, tensors: Sequence[Tensor], lead: int = 0) -> Tensor:  # [(..., *shape)] -> (..., P)
-        """The uncertain weights of whole tensors as one vector."""
+        """Return the uncertain weights of whole tensors as one vector."""
         return torch.cat(self.gather(tensors, lead), -1)
 
     def moved(self, tensors: Sequence[Tensor], steps: Tensor) -> list[Tensor]:  # [shape], (S, P) -> [(S, *shape)]
-        """Whole tensors with their uncertain weights moved by each step."""
+        """Return whole tensors with each step added to their uncertain weights."""
         out = []
         for tensor, step, part in zip(tensors, self.split(steps), self.parts, strict=True):
             step = step.to(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Weights by name: globs over the names of parameters and modules; a module stands for all its parameters."""
+"""Choose weights by name, with globs over parameters and modules. A module means all its parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GLOB = "*?["
 
 
 class Named(Choice):
-    """Take the trainable parameters that some patterns name.
+    """Takes the trainable parameters that match one of the patterns.
 
     Args:
-        patterns: names or globs of parameters and modules; a module stands for all its parameters.
+        patterns: names or globs of parameters and modules. A module means all its parameters.
 
     Raises:
-        OptionError: no pattern, or what is no text.
+        OptionError: there is no pattern, or one is not a string.
     """
 
     def __init__(self, patterns: str | Iterable[str]) -> None:
@@ -49,47 +49,45 @@ class Named(Choice):
 
 
 def trainable_named(model: nn.Module, pattern: str) -> set[str]:
-    """The trainable parameters that one pattern names, under the first of their names; at least one."""
+    """Return the first names of the trainable parameters that match a pattern. Refuses a pattern that matches none."""
     found = matches(model, pattern)
     parameters = dict(parameters_of(model))
     trainable = {name for name in found if parameters[name].requires_grad}
     if not found:
-        raise OptionError(
-            f"{pattern!r} is the name of no parameter or module of the network. {nearest(model, pattern)}"
-        )
+        raise OptionError(f"{pattern!r} matches no parameter or module of the network. {nearest(model, pattern)}")
     if not trainable:
         raise OptionError(
-            f"{pattern!r} names only parameters with requires_grad=False ({listed(sorted(found))}), which stay "
-            "certain. Write requires_grad_() on those that should not."
+            f"{pattern!r} matches only parameters with requires_grad=False ({listed(sorted(found))}), which are never "
+            "uncertain. Write requires_grad_() on those that should be."
         )
     return trainable
 
 
 def matches(model: nn.Module, pattern: str) -> set[str]:
-    """The parameters whose name, or the name of a module that holds them, matches; each tied tensor under one name."""
+    """Return the parameters whose name, or whose module's name, matches. A tied tensor has one name."""
     first = {id(p): name for name, p in parameters_of(model)}
     found: set[str] = set()
     for name, p in unwrap(model).named_parameters(remove_duplicate=False):
         parts = plain_name(name).split(".")
-        paths = (".".join(parts[: i + 1]) for i in range(len(parts)))  # the modules above it, and itself
+        paths = (".".join(parts[: i + 1]) for i in range(len(parts)))  # the modules that hold it, and itself
         if any(fnmatchcase(path, pattern) for path in paths):
             found.add(first[id(p)])
     return found
 
 
 def nearest(model: nn.Module, pattern: str) -> str:
-    """In words, the names of modules and parameters that are most like a pattern."""
+    """List the modules and parameters whose names are closest to a pattern, for a message."""
     modules = [plain_name(name) for name, _ in unwrap(model).named_modules() if name]
     return nearest_of([*modules, *(name for name, _ in parameters_of(model))], pattern)
 
 
 def nearest_of(names: Sequence[str], pattern: str) -> str:
-    """In words, those of some names that are most like a pattern."""
+    """List the names that are closest to a pattern, or all, for a message."""
     close = get_close_matches(pattern, names, n=3, cutoff=0.5)
-    return f"Nearest: {listed(close)}." if close else f"There is: {listed(names)}."
+    return f"Nearest: {listed(close)}." if close else f"The network has: {listed(names)}."
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names in a message, the first few of them."""
+    """Return the first few names, quoted, for a message."""
     quoted = [repr(name) for name in names]
     return ", ".join(quoted[:most]) + (f" and {len(quoted) - most} more" if len(quoted) > most else "")

@@ -1,4 +1,4 @@
-"""Layers that apply one matrix at every position: nn.Linear, and convolutions with a kernel of 1."""
+"""Recognise layers that apply one matrix at every position: nn.Linear, and convolutions with kernel size 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Pointwise = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def is_pointwise(module: Any) -> TypeGuard[Pointwise]:
-    """Whether a module is of that kind."""
+    """Return whether a module applies one matrix at every position."""
     if isinstance(module, nn.Linear):
         return True
     if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -21,12 +21,12 @@ def is_pointwise(module: Any) -> TypeGuard[Pointwise]:
 
 
 def features(module: Pointwise, phi: Tensor) -> Tensor:  # -> (N, ..., H)
-    """Its input with the features last."""
+    """Return the input of the module with the features last."""
     return phi if isinstance(module, nn.Linear) else phi.movedim(1, -1)
 
 
 def applied(module: Pointwise, phi: Tensor) -> Tensor:
-    """What its tensors make of an input, in the input's dtype."""
+    """Apply the module's weight and bias to an input, in the input's dtype."""
     bias = None if module.bias is None else module.bias.to(phi.dtype)
     if isinstance(module, nn.Linear):
         return nn.functional.linear(phi, module.weight.to(phi.dtype), bias)

@@ -1,4 +1,4 @@
-"""Weights by a function of the user's: which parameters, given their names and themselves."""
+"""Choose weights by a function of the user, which gets each parameter and its name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from laplace.weights.selection import Choice, Selection, parameters_of
 
 
 class Where(Choice):
-    """Take the trainable parameters for which a function of yours is True; it sees each tied tensor once.
+    """Takes the trainable parameters for which your function returns True. It sees each tied tensor once.
 
     Args:
         predicate: a function (name, parameter) -> bool.
 
     Raises:
-        OptionError: what cannot be called with two arguments.
+        OptionError: `predicate` cannot be called with two arguments.
     """
 
     label = "predicate"
@@ -46,7 +46,7 @@ class Where(Choice):
             frozen = f"only parameters with requires_grad=False ({listed(name for name, _ in chosen)})"
             raise OptionError(
                 f"the predicate of subset_of_weights takes {frozen if chosen else 'no parameter'} of "
-                f"{listed(name for name, _ in parameters_of(model))}; at least one trainable one is needed."
+                f"{listed(name for name, _ in parameters_of(model))}. It must take at least one trainable parameter."
             )
         return Selection(Layout.of(trainable))
 
@@ -54,8 +54,8 @@ class Where(Choice):
         answer = self.predicate(name, p)
         if not isinstance(answer, bool):
             raise OptionError(
-                f"the predicate of subset_of_weights gave {shown(answer)}, a {type(answer).__name__}, for {name!r}; it "
-                "must give True or False: write bool(...) around what it returns."
+                f"the predicate of subset_of_weights returned {shown(answer)}, a {type(answer).__name__}, for "
+                f"{name!r}; it must return True or False: write bool(...) around the result."
             )
         return answer
 
@@ -67,6 +67,6 @@ def _takes_two(predicate: object) -> bool:
         inspect.signature(predicate).bind("", None)
     except TypeError:
         return False
-    except ValueError:  # of some built-in functions nobody knows
+    except ValueError:  # some built-in functions have no signature
         return True
     return True

@@ -1,4 +1,4 @@
-"""Parameters of a network that are uncertain, whole or in part, by name."""
+"""Define the uncertain weights of any layers, and the ways of choosing them."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from laplace.weights.layout import Layout
 
 @dataclass(frozen=True)
 class Selection:
-    """The uncertain weights of any layers."""
+    """Holds the layout of the uncertain weights of any layers."""
 
     layout: Layout
-    module: None = None  # of which single layer they are, and what is done with a sequence behind it
+    module: None = None  # set only for a last layer, as is `reduction`
     reduction: None = None
 
     @property
     def described(self) -> str:
-        """In words."""
+        """Return a description for messages."""
         return "the network"
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
-        """The whole tensors that hold them, as they are in the network now."""
+        """Return the whole tensors that hold them, with their current values."""
         parameters = {name: p.detach() for name, p in parameters_of(model)}
         return [parameters[name] for name in self.layout.names]
 
 
 class Subset(ABC):
-    """A way of choosing the uncertain weights, as `subset_of_weights` takes it.
+    """Chooses the uncertain weights. An object of this class is a valid `subset_of_weights`.
 
     Attributes:
-        label: in a word, or as it was written.
+        label: a short name for summaries and files.
     """
 
     label: str
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that make another one like it."""
+        """Return the constructor arguments that make an equal object."""
         return {}
 
     def __repr__(self) -> str:
-        """The call that makes it: `LastLayer(name='head')`."""
+        """Return the call that makes this object: `LastLayer(name='head')`."""
         return written(self, self.options)
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a subset of the same class with the same arguments."""
+        """Compare class and arguments."""
         if not isinstance(other, Subset):
             return NotImplemented
         return type(self) is type(other) and self.options == other.options
@@ -74,7 +74,7 @@ class Subset(ABC):
 
 
 class Choice(Subset):
-    """A choice that can be made without running the network, so that a wrong one is refused at once."""
+    """Chooses weights without running the network, so that wrong choices are refused at once."""
 
     @abstractmethod
     def select(self, model: nn.Module) -> Selection:
@@ -89,17 +89,17 @@ class Choice(Subset):
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters of a network by their plain names, each tied tensor once."""
+    """Yield all parameters of a network with their plain names, each tied tensor once."""
     for name, p in unwrap(model).named_parameters():
         yield plain_name(name), p
 
 
 def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters with requires_grad, in the order in which a flat vector of them is read."""
+    """Return the parameters with requires_grad=True, in the order of the flat vector of weights."""
     found = [(name, p) for name, p in parameters_of(model) if p.requires_grad]
     if not found:
         raise ModelError(
             "no parameter of the network requires grad, so that none is uncertain. Write model.requires_grad_(), or "
-            "requires_grad_() on the layers that should be."
+            "requires_grad_() on the layers that should be uncertain."
         )
     return found

@@ -1,4 +1,4 @@
-"""A subnetwork: single weights, by their indices in the flat vector of all trainable parameters."""
+"""Choose single weights by their indices in the flat vector of all trainable parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Subnetwork(Choice):
-    """Take single weights; a tensor all of whose weights are among them is a whole one.
+    """Takes single weights. A tensor whose weights are all chosen is treated as a whole.
 
     Args:
-        indices: into the flat vector of all trainable weights, as a vector or a list of whole numbers.
+        indices: positions in the flat vector of all trainable weights, as a vector or a list of whole numbers.
 
     Raises:
-        OptionError: what are no indices, or some twice.
+        OptionError: the values are not indices, or some occur twice.
     """
 
     label = "subnetwork"
@@ -36,7 +36,7 @@ class Subnetwork(Choice):
         return {"indices": self.indices.tolist()}
 
     def __repr__(self) -> str:
-        """The call that makes it; of many indices the first and the last."""
+        """Return the call that makes this object. Of many indices, show the first and the last."""
         numbers = self.indices.tolist()
         if len(numbers) <= 8:
             return f"Subnetwork({numbers})"
@@ -44,7 +44,7 @@ class Subnetwork(Choice):
         return f"<Subnetwork of {len(numbers):,} weights: {ends[0]}, ..., {ends[1]}>"
 
     def __eq__(self, other: object) -> bool:
-        """Equal to a subnetwork of the same weights."""
+        """Compare the indices."""
         return isinstance(other, Subnetwork) and torch.equal(self.indices, other.indices)
 
     __hash__ = Choice.__hash__
@@ -80,7 +80,7 @@ def _checked(indices: object, what: str) -> Tensor:
             f"is needed. {write}"
         )
     if indices.dtype not in _WHOLE or indices.dim() != 1:
-        mask = " Of a mask: mask.flatten().nonzero().flatten()." if indices.dtype is torch.bool else ""
+        mask = " For a mask write mask.flatten().nonzero().flatten()." if indices.dtype is torch.bool else ""
         raise OptionError(
             f"{what} has dtype {indices.dtype} and shape {tuple(indices.shape)}; a vector of whole numbers "
             f"is needed.{mask or ' ' + write}"
@@ -99,12 +99,12 @@ def _checked(indices: object, what: str) -> Tensor:
 
 
 def ascending(indices: object, what: str = "indices") -> Tensor:
-    """Return indices in ascending order, with a warning where they were not; `what` names them in errors."""
+    """Return indices in ascending order. Warns if they were not. `what` is their name in messages."""
     indices = _checked(indices, what)
     ordered = indices.sort().values
     if not torch.equal(ordered, indices):
         warn(
-            f"{what} are not in ascending order; the posterior's weights are. Write indices.sort().values, "
-            "so that vectors of yours (prior means, samples) have the same order."
+            f"{what} are not in ascending order, but the posterior's weights are. Write indices.sort().values, "
+            "so that your own vectors (prior means, samples) have the same order."
         )
     return ordered

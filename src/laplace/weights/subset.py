@@ -1,4 +1,4 @@
-"""Turn what users write for `subset_of_weights` into the choice that it stands for."""
+"""Turn a value of `subset_of_weights` into an object that chooses weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ WORDS = ("last_layer", "all", "subnetwork")
 
 
 class LastLayer(Subset):
-    """Take the last layer, by its name or by running the network on an example.
+    """Takes the last layer, by its name or by running the network on an example.
 
     Args:
-        name: which module it is; found by running the network if left out.
-        reduction: where the network reduces a sequence behind it: 'pick_first', 'pick_last' or 'average'; found out
-            if left out, with a warning.
+        name: the name of the module. None finds it by running the network.
+        reduction: how the network reduces a sequence after this layer: 'pick_first', 'pick_last' or 'average'. None
+            finds it by running the network, with a warning.
 
     Raises:
-        OptionError: a name that is no text, or an unknown reduction.
+        OptionError: the name is not a string, or the reduction is unknown.
     """
 
     label = "last_layer"
@@ -45,17 +45,17 @@ class LastLayer(Subset):
 
 
 def subset_named(value: Any, indices: Any, name: str | None, reduction: str | None, model: nn.Module) -> Subset:
-    """Return the choice that a word, globs over names, a predicate or an object stands for.
+    """Return the object for a word, globs over names, a predicate, or an object.
 
     Args:
-        value: what was given as `subset_of_weights`.
-        indices: what was given as `subnetwork_indices`, which belong to 'subnetwork' alone.
-        name: what was given as `last_layer_name`.
-        reduction: what was given as `feature_reduction`.
-        model: the network, whose names a word may be one of.
+        value: the user's `subset_of_weights`.
+        indices: the user's `subnetwork_indices`, allowed only with 'subnetwork'.
+        name: the user's `last_layer_name`.
+        reduction: the user's `feature_reduction`.
+        model: the network. A word may name one of its modules or parameters.
 
     Raises:
-        OptionError: the value is unknown, or an option belongs to another one.
+        OptionError: the value is unknown, or an option belongs to another value.
     """
     last = LastLayer(_module(name, "last_layer_name"), _reduction(reduction, "feature_reduction"))
     if isinstance(value, Subset):
@@ -70,16 +70,16 @@ def subset_named(value: Any, indices: Any, name: str | None, reduction: str | No
 
 
 def _require_same(subset: Subset, indices: Any, last: LastLayer) -> None:
-    """Refuse keywords that say something else than the object that they are given beside."""
+    """Refuse keywords that contradict the object given as `subset_of_weights`."""
     if last != LastLayer() and last != subset:
         raise OptionError(
-            f"last_layer_name= and feature_reduction= beside an object: write subset_of_weights={last!r} instead; this "
-            f"is subset_of_weights={shown(subset)}."
+            "last_layer_name= and feature_reduction= contradict the object given as "
+            f"subset_of_weights={shown(subset)}. Write only subset_of_weights={last!r}."
         )
     if indices is not None and Subnetwork(ascending(indices, "subnetwork_indices")) != subset:
         raise OptionError(
-            "subnetwork_indices= beside an object: write subset_of_weights=Subnetwork(indices) instead; this is "
-            f"subset_of_weights={shown(subset)}."
+            f"subnetwork_indices= contradicts the object given as subset_of_weights={shown(subset)}. Write only "
+            "subset_of_weights=Subnetwork(indices)."
         )
 
 
@@ -126,6 +126,6 @@ def _of_word(word: str, indices: Any, last: LastLayer, model: nn.Module) -> Subs
     if any(c in word for c in GLOB) or matches(model, word):
         return Named([word])
     raise OptionError(
-        f"subset_of_weights={word!r} is not an option, nor a name. Valid: {', '.join(map(repr, WORDS))}, or names of "
-        f"parameters and modules. {nearest(model, word)}"
+        f"subset_of_weights={word!r} is neither an option nor a name in the network. Valid: "
+        f"{', '.join(map(repr, WORDS))}, or names of parameters and modules. {nearest(model, word)}"
     )

@@ -1,4 +1,4 @@
-"""The interface of a selector: from a network, and possibly data, to the indices of a subnetwork."""
+"""Define selectors: they turn a network, and possibly data, into the indices of a subnetwork."""
 
 from __future__ import annotations
 

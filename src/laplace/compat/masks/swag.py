@@ -87,7 +87,7 @@ class LargestVarianceSWAGSubnetMask(ScoreMask):
                     p -= self.lr * v.mul_(_MOMENTUM).add_(0 if g is None else g)
             seen += len(f)
         if not seen:
-            raise InputError("the training loader gave no example. A loader yields batches (x, y) with at least one.")
+            raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
 
 
 def _flat(weights: dict[str, Tensor]) -> Tensor:

@@ -106,7 +106,7 @@ class FunctionGaussian(Gaussian):
         refuse("a covariance of the weights")
 
     def dense_variance(self, jacobians: Tensor) -> NoReturn:
-        refuse("a covariance for Jacobians that you bring")
+        refuse("a covariance for Jacobians that you computed")
 
     def scale(self) -> NoReturn:
         refuse("variances of the weights")
