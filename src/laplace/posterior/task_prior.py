@@ -27,7 +27,7 @@ from laplace.weights.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from laplace.structures.base import Traces
+    from laplace.structures.gaussian import Traces
 
 
 class Earlier:

@@ -26,7 +26,7 @@ from laplace.weights.layout import Layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from laplace.structures.base import Curvature
+    from laplace.structures.gaussian import Curvature
 
 Form = Tensor | Kronecker
 """Precision of one tensor: a scalar (), a value per weight (p,), a matrix (p, p), or a Kronecker product."""

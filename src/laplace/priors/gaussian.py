@@ -23,7 +23,7 @@ from laplace.weights.layout import Layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from laplace.structures.base import Traces
+    from laplace.structures.gaussian import Traces
 
 
 @dataclass(frozen=True, repr=False)

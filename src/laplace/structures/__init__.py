@@ -12,7 +12,7 @@ from laplace.backprop.gradients import KroneckerCovariance
 from laplace.backprop.gradients import Moments as Moments
 from laplace.backprop.gradients import MomentsOf as MomentsOf
 from laplace.structures.base import Contribution as Contribution
-from laplace.structures.base import Curvature, Forms, Gaussian, Kept, Pass, Structure, Sums
+from laplace.structures.base import Forms, Kept, Pass, Structure, Sums
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockCurvature, BlockDiagonal
 from laplace.structures.blockdiag import BlockDiagonalGaussian as BlockDiagonalGaussian
@@ -24,6 +24,7 @@ from laplace.structures.ekfac import Ekfac
 from laplace.structures.full import CholeskyGaussian as CholeskyGaussian
 from laplace.structures.full import Full
 from laplace.structures.functional import GP, Nystrom
+from laplace.structures.gaussian import Curvature, Gaussian
 from laplace.structures.inf import Inf
 from laplace.structures.kron import Kron
 from laplace.structures.lowrank import LowRank

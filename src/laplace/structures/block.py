@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace.backprop.asked import EACH_OUTPUT, Asked
 from laplace.backprop.gradients import JacobianOf
 from laplace.linalg.symmetric import Clipped
-from laplace.structures.base import Traces
+from laplace.structures.gaussian import Traces
 
 
 class BlockGaussian(ABC):

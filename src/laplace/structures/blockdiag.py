@@ -14,8 +14,9 @@ from laplace.budget import Budget
 from laplace.errors import warn
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import TOLERATED, Clipped, eigh, total
-from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums, Traces, require_pairs
+from laplace.structures.base import Contribution, Structure, Sums
 from laplace.structures.block import Block, BlockGaussian
+from laplace.structures.gaussian import Curvature, Gaussian, Traces, require_pairs
 from laplace.weights.layout import Layout
 
 

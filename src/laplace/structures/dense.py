@@ -15,10 +15,11 @@ from laplace.backprop.asked import Asked
 from laplace.backprop.gradients import JacobianOf, MomentsOf
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import EIGH, SYMMETRIC, Clipped
-from laplace.structures.base import Contribution, Forms, Gaussian, Sums, Traces
+from laplace.structures.base import Contribution, Forms, Sums
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
 from laplace.structures.full import FullCurvature
+from laplace.structures.gaussian import Gaussian, Traces
 from laplace.weights.layout import Layout
 
 DENSE = ({"diag": "p"}, {"H": "pp"})  # a tensor is kept densely, or as its diagonal if it is large

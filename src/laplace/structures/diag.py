@@ -9,9 +9,10 @@ from laplace.backprop.gradients import JacobianOf, KroneckerCovariance, MomentsO
 from laplace.errors import UnsupportedError
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import check_positive
-from laplace.structures.base import Contribution, Forms, Sums, Traces
+from laplace.structures.base import Contribution, Forms, Sums
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
+from laplace.structures.gaussian import Traces
 
 
 class Diag(BlockDiagonal):

@@ -18,7 +18,8 @@ from laplace.structures.base import Contribution, Forms, Pass, Sums
 from laplace.structures.block import Block
 from laplace.structures.blockdiag import Eigh, by_tensor
 from laplace.structures.dense import DENSE
-from laplace.structures.kron import EigenbasisBlock, Kron, KronBlock
+from laplace.structures.kron import Kron
+from laplace.structures.kron_block import EigenbasisBlock, KronBlock
 from laplace.weights.layout import Layout
 
 EIGENBASIS = tuple(

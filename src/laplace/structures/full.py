@@ -16,7 +16,8 @@ from torch import Tensor
 from laplace.backprop.gradients import Covariance, Jacobian, Moments
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import EIGH, SYMMETRIC, Clipped, check_positive, clip, spectrum
-from laplace.structures.base import Contribution, Curvature, Forms, Gaussian, Structure, Sums, Traces
+from laplace.structures.base import Contribution, Forms, Structure, Sums
+from laplace.structures.gaussian import Curvature, Gaussian, Traces
 from laplace.weights.layout import Layout
 
 

@@ -24,12 +24,13 @@ from laplace.checks import shown, whole_number
 from laplace.errors import OptionError
 from laplace.linalg.lowrank import DiagonalPlusLowRank
 from laplace.linalg.symmetric import check_positive
-from laplace.structures.base import Contribution, Forms, Sums, Traces
+from laplace.structures.base import Contribution, Forms, Sums
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import Eigh
 from laplace.structures.dense import DENSE
 from laplace.structures.ekfac import EIGENBASIS, Ekfac, Rotated
-from laplace.structures.kron import KronBlock
+from laplace.structures.gaussian import Traces
+from laplace.structures.kron_block import KronBlock
 from laplace.weights.layout import Layout
 
 DEFAULT_RANK = 100

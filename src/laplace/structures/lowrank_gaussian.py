@@ -17,7 +17,7 @@ from laplace.backprop.gradients import Jacobian, KroneckerCovariance
 from laplace.budget import Budget
 from laplace.linalg.lowrank import DiagonalPlusLowRank
 from laplace.linalg.symmetric import check_positive
-from laplace.structures.base import Curvature, Gaussian, Traces, require_pairs
+from laplace.structures.gaussian import Curvature, Gaussian, Traces, require_pairs
 from laplace.weights.layout import Layout
 
 _PIECE = 2**22  # numbers of U that are converted to float64 at a time

@@ -25,10 +25,11 @@ from laplace.checks import shown
 from laplace.errors import OptionError
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import Clipped, cholesky, clip, spectrum
-from laplace.structures.base import Forms, Sums, Traces
+from laplace.structures.base import Forms, Sums
 from laplace.structures.functional.kernel import kernels
 from laplace.structures.functional.points import FunctionJacobian
 from laplace.structures.functional.structure import Functional, FunctionCurvature, FunctionGaussian, Gradients
+from laplace.structures.gaussian import Traces
 from laplace.weights.layout import Layout
 
 

@@ -13,8 +13,9 @@ from laplace.checks import LARGEST, whole_number
 from laplace.errors import UnsupportedError
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import EIGH
-from laplace.structures.base import Contribution, Curvature, Gaussian, Structure, Sums
+from laplace.structures.base import Contribution, Structure, Sums
 from laplace.structures.functional.points import FunctionForward, Gradients, Points
+from laplace.structures.gaussian import Curvature, Gaussian
 from laplace.weights.layout import Layout
 
 DEFAULT_POINTS = 256  # the most points to keep if the user does not say
