@@ -1,0 +1,231 @@
+"""Online evidence: tune prior and noise by the evidence while the network is trained.
+
+Each epoch takes steps down the negative log joint, - (1/T) log p(D given theta) - log p(theta), at the current prior
+and noise. Every few epochs a Laplace approximation is fitted at the current weights, and prior and noise move towards
+the optimum of its evidence (Immer et al. 2021, the paper's algorithm "Online Laplace").
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+from laplace.checks import choice, flag, generator_or_none, one_positive, path_of, shown, whole_number
+from laplace.curvature import Estimator
+from laplace.errors import InputError, OptionError, UnsupportedError, warn
+from laplace.laplace import Laplace
+from laplace.likelihoods import Likelihood
+from laplace.online.training import Schedule, Training, TrainingData
+from laplace.priors import Prior
+from laplace.priors.gaussian import GaussianPrior
+from laplace.spec import TrainingOptions, refuse_unknown_keywords
+from laplace.structures import Structure, per_weight
+from laplace.weights import Subset
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@refuse_unknown_keywords
+def marglik_training(
+    model: nn.Module,
+    train_loader: Iterable[Any],
+    likelihood: Likelihood | str = "classification",
+    hessian_structure: Structure | str = "kron",
+    backend: Any = None,
+    optimizer_cls: Callable[..., Optimizer] = Adam,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    scheduler_cls: Callable[..., Any] | None = None,
+    scheduler_kwargs: Mapping[str, Any] | None = None,
+    n_epochs: int = 300,
+    lr_hyp: float = 0.1,
+    prior_structure: str = "layerwise",
+    n_epochs_burnin: int = 0,
+    n_hypersteps: int = 10,
+    marglik_frequency: int = 1,
+    prior_prec_init: float | Tensor = 1.0,
+    sigma_noise_init: float | Tensor = 1.0,
+    temperature: float = 1.0,
+    fix_sigma_noise: bool = False,
+    progress_bar: bool = False,
+    enable_backprop: bool = False,
+    dict_key_x: str = "input_ids",
+    dict_key_y: str = "labels",
+    *,
+    subset_of_weights: Subset | str | Sequence[str] | Callable[[str, nn.Parameter], bool] = "all",
+    curvature: Estimator | str | None = None,
+    prior: Prior | None = None,
+    keep_best: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    generator: torch.Generator | None = None,
+    **options: Unpack[TrainingOptions],
+) -> tuple[Laplace, nn.Module, list[float], list[float]]:
+    """Train `model` in place, and tune prior precision and noise by the evidence during training.
+
+    The first `n_epochs_burnin` epochs only train. After them, every `marglik_frequency` epochs, Newton's method finds
+    the best prior precision and noise in at most `n_hypersteps` steps. They move towards it, but their logarithms by no
+    more than `lr_hyp * n_hypersteps`: as far as that many steps of Adam would move them.
+
+    Args:
+        model: The network. All weights that require grad are trained.
+        train_loader: Batches, as `Laplace.fit` takes them. Read once per epoch, and once more whenever the evidence is
+            computed.
+        likelihood: A likelihood object or name, as in `Laplace`.
+        hessian_structure: The structure of the posterior, as in `Laplace`.
+        backend: A backend class of laplace-torch; it selects the matching curvature.
+        optimizer_cls: Makes the optimizer of the weights.
+        optimizer_kwargs: Options of the optimizer. A `weight_decay` is dropped with a warning, because the prior
+            already decays the weights.
+        scheduler_cls: Makes a scheduler, which takes a step after each batch.
+        scheduler_kwargs: Options of the scheduler.
+        n_epochs: How many times training runs over the data.
+        lr_hyp: Limits how far prior and noise move at a time; see above.
+        prior_structure: 'scalar', 'layerwise' or 'diag': one prior precision for all weights, per parameter tensor, or
+            per weight.
+        n_epochs_burnin: How many epochs train before the evidence is first used.
+        n_hypersteps: How many Newton steps are taken at most each time; see above.
+        marglik_frequency: How many epochs lie between two uses of the evidence.
+        prior_prec_init: The prior precision to start with.
+        sigma_noise_init: The noise to start with, for regression.
+        temperature: The temperature of the likelihood, as in `Laplace`.
+        fix_sigma_noise: Whether the noise stays at its start value.
+        progress_bar: Whether to show a progress bar.
+        enable_backprop: Whether gradients flow from predictions to the inputs, as in `Laplace`.
+        dict_key_x: The key of the inputs in batches that are mappings, as in `Laplace`.
+        dict_key_y: The key of the labels in batches that are mappings, as in `Laplace`.
+        subset_of_weights: Which weights have a prior and a posterior.
+        curvature: The curvature, as in `Laplace`.
+        prior: A prior of `laplace.priors`, or the one from earlier tasks, `earlier.as_prior()`. Training starts from
+            its values, so `prior_prec_init` must be left out.
+        keep_best: Whether to end with the weights of the highest evidence instead of the last ones.
+        checkpoint: A file that is written after each epoch. If it exists, the same call continues from it. Other
+            settings are refused; for the data, only the number of examples is compared.
+        generator: The random generator of curvature 'mc' and 'sketch'.
+        **options: Further options of `Laplace`: those of the structure, of the curvature and of the weights,
+            `prior_mean`, `class_dim` and `memory_budget`.
+
+    Returns:
+        The posterior at the trained weights, the network, the log evidences (one for each time it was computed; larger
+            is better), and the loss of each epoch (the negative log joint per example).
+
+    Raises:
+        OptionError: an option does not exist, or a value is outside its range.
+        InputError: the data does not fit the network, or can be read only once.
+        CheckpointError: the file `checkpoint` belongs to another training.
+    """
+    la = Laplace(
+        model,
+        likelihood,
+        subset_of_weights,
+        hessian_structure,
+        backend=backend,
+        curvature=curvature,
+        prior_precision=prior_prec_init,
+        prior=prior,
+        sigma_noise=sigma_noise_init,
+        temperature=temperature,
+        enable_backprop=enable_backprop,
+        dict_key_x=dict_key_x,
+        dict_key_y=dict_key_y,
+        **options,
+    )
+    keep_best, fix_sigma_noise = flag(keep_best, "keep_best"), flag(fix_sigma_noise, "fix_sigma_noise")
+    progress_bar = flag(progress_bar, "progress_bar")
+    checkpoint = None if checkpoint is None else path_of(checkpoint, "checkpoint")
+    schedule = Schedule(
+        _checked_prior_structure(prior_structure, la),
+        not fix_sigma_noise and la.likelihood.has_noise,
+        whole_number(n_hypersteps, "n_hypersteps"),
+        one_positive(lr_hyp, "lr_hyp") * n_hypersteps,
+        whole_number(marglik_frequency, "marglik_frequency"),
+        whole_number(n_epochs_burnin, "n_epochs_burnin", 0),
+    )
+    if isinstance(train_loader, Iterator):
+        raise InputError(
+            f"training reads the data once per epoch, and a {type(train_loader).__name__} can be read only once. Give "
+            "a DataLoader or a list of batches."
+        )
+    la.runner.notice_processes(training=True)
+    _check_makers(optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
+    if not any(map(schedule.is_due, range(1, whole_number(n_epochs, "n_epochs") + 1))):
+        warn(
+            f"the evidence is never computed: {n_epochs} epochs with n_epochs_burnin={schedule.burnin} and "
+            f"marglik_frequency={schedule.frequency}. Prior and noise stay where they start."
+        )
+    optimizer = optimizer_cls((p for p in model.parameters() if p.requires_grad), **_without_decay(optimizer_kwargs))
+    scheduler = scheduler_cls(optimizer, **dict(scheduler_kwargs or {})) if scheduler_cls is not None else None
+    data = TrainingData(train_loader, la)
+    compared = _comparable(optimizer_kwargs, "optimizer") | _comparable(scheduler_kwargs, "scheduler")
+    compared |= {"prior_prec_init": _listed(prior_prec_init), "fix_sigma_noise": bool(fix_sigma_noise)}
+    compared |= {"sigma_noise_init": _listed(sigma_noise_init)}
+    training = Training(la, data, optimizer, scheduler, schedule, generator_or_none(generator), compared)
+    was_training = model.training
+    try:
+        training.run(whole_number(n_epochs, "n_epochs"), checkpoint, progress_bar, keep_best)
+    finally:
+        model.train(was_training)
+    la.fit(train_loader, generator=generator)
+    return la, model, training.margliks, training.losses
+
+
+def _check_makers(
+    optimizer_cls: object, optimizer_kwargs: object, scheduler_cls: object, scheduler_kwargs: object
+) -> None:
+    """Refuse wrong types of the optimizer's and scheduler's arguments, and a scheduler that needs a loss."""
+    if scheduler_cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise OptionError(
+            "scheduler_cls=ReduceLROnPlateau needs a loss; here a scheduler takes a step after each batch, without "
+            "one. Take another, such as CosineAnnealingLR with T_max= the number of batches in all epochs."
+        )
+    for name, make in {
+        "optimizer_cls": optimizer_cls,
+        "scheduler_cls": Adam if scheduler_cls is None else scheduler_cls,
+    }.items():
+        if not callable(make):
+            raise OptionError(f"{name}={shown(make)} must be a class of torch.optim, or a function that makes one.")
+    for name, given in {"optimizer_kwargs": optimizer_kwargs, "scheduler_kwargs": scheduler_kwargs}.items():
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f"{name}={shown(given)} must be a mapping, as in {name}={{'lr': 1e-3}}.")
+
+
+def _checked_prior_structure(groups: Any, la: Laplace) -> str:
+    """Return the prior structure. Refuse one that the posterior's structure cannot use."""
+    groups = choice(groups, ("scalar", "layerwise", "diag"), "prior_structure")
+    if groups == "diag" and not isinstance(la.prior, GaussianPrior):
+        raise UnsupportedError(
+            f"prior_structure='diag' is a precision per weight; {la.prior} has none. Take 'scalar' or 'layerwise'."
+        )
+    if groups not in la.structure.prior_structures:
+        raise UnsupportedError(
+            f"{la.structure.name} cannot use prior_structure={groups!r}. Take 'scalar' or 'layerwise', or "
+            f"hessian_structure={per_weight()}."
+        )
+    return groups
+
+
+def _listed(value: Any) -> Any:
+    """Return numbers in the form in which a checkpoint compares them."""
+    return torch.as_tensor(float(value) if isinstance(value, int) else value).tolist()
+
+
+def _comparable(options: Mapping[str, Any] | None, of: str) -> dict[str, Any]:
+    """Return the options that a checkpoint can compare: numbers, words, and lists of them."""
+    plain = (bool, int, float, str, type(None))
+    listed = {key: list(v) if isinstance(v, (tuple, list)) else v for key, v in dict(options or {}).items()}
+    return {
+        f"{key} of the {of}": v
+        for key, v in listed.items()
+        if isinstance(v, plain) or (isinstance(v, list) and all(isinstance(item, plain) for item in v))
+    }
+
+
+def _without_decay(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    options = dict(options or {})
+    if options.pop("weight_decay", 0):
+        warn("weight_decay is left out: the prior already decays the weights here, and the evidence tunes it.")
+    return options

@@ -1,0 +1,254 @@
+"""Train a network by epochs, and move prior and noise between them. The state can be saved and restored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from tqdm.auto import tqdm
+
+from laplace.checkpoints import training as files
+from laplace.checks import positive
+from laplace.errors import CheckpointError, InputError, LaplaceError, NumericalError, within
+from laplace.inference.targets import checked, labelled_rows
+from laplace.laplace import Laplace
+from laplace.network.batches import Batch, device_of
+from laplace.posterior.schema import require_alike
+from laplace.posterior.task_prior import vector_of
+from laplace.predictive.positions import Positions
+from laplace.priors import Prior
+from laplace.priors.gaussian import GaussianPrior
+from laplace.tuning.evidence import climb
+from laplace.tuning.space import Space
+from laplace.weights.layout import Layout
+
+_DIVERGED = "Has training diverged? Take a smaller learning rate, as in optimizer_kwargs={'lr': 1e-3}."
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Says how and when the hyperparameters move."""
+
+    groups: str
+    noise: bool
+    max_steps: int
+    reach: float  # the longest step of a logarithm
+    frequency: int
+    burnin: int
+
+    def is_due(self, epoch: int) -> bool:
+        """Return whether they move after this epoch, counted from 1."""
+        return epoch > self.burnin and epoch % self.frequency == 0
+
+    def move(self, la: Laplace) -> float:
+        """Move towards the optimum of the evidence, and return the log evidence there."""
+        with torch.no_grad():
+            posterior = la.posterior.detached()
+            prior = posterior.prior
+            gaussian = isinstance(prior, GaussianPrior)
+            names = () if gaussian else prior.tuned
+            space = Space(posterior, self.groups if gaussian or names else None, self.noise, names=names)
+            if space.kinds:
+                found = climb(space, space.start(prior.precision if gaussian else 1.0), self.max_steps, self.reach)
+                la.prior, la.sigma_noise = found.prior, found.sigma
+            return float(la.posterior.log_evidence)
+
+
+class TrainingData:
+    """Holds the training data. Reads it once to count the examples."""
+
+    def __init__(self, loader: Iterable[Any], la: Laplace) -> None:
+        self.loader, self.la = loader, la
+        self.n, self.first = 0, None
+        for batch in self:
+            self.first = self.first or batch.inputs.copied()
+            self.n += len(batch.y)
+        if self.first is None:
+            raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.la.runner.batches(self.loader, False, "train")
+
+
+@dataclass
+class Training:
+    """Holds everything that changes from epoch to epoch."""
+
+    la: Laplace
+    data: TrainingData
+    optimizer: Optimizer
+    scheduler: Any
+    schedule: Schedule
+    generator: torch.Generator | None
+    compared: Mapping[str, Any]  # the user's other settings, to compare with a checkpoint's
+    margliks: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+
+    def run(self, n_epochs: int, checkpoint: Any, progress_bar: bool, keep_best: bool) -> None:
+        """Run the remaining epochs, and keep the last or the best weights and hyperparameters."""
+        assert self.data.first is not None
+        layout = self.la.runner.find_weights(self.data.first).layout
+        self.la.prior.check(layout, self.la.structure.takes)
+        generators = files.generators_of(self.data.loader, self.generator)
+        settings = self._settings(layout, keep_best)
+        if checkpoint is not None:
+            state = files.load(checkpoint, settings, device_of(self.la.model))
+            if state is not None:
+                self._require_whole(state, layout, checkpoint)
+                if len(state["losses"]) > n_epochs:
+                    raise CheckpointError(
+                        f"checkpoint={str(checkpoint)!r} already has {len(state['losses'])} epochs; "
+                        f"n_epochs={n_epochs} is fewer. Give at least as many, or another file."
+                    )
+                try:
+                    files.set_random_state(state["random"], generators)
+                except Exception as error:  # a file that was made by hand
+                    raise files.damaged(checkpoint, f"its random state cannot be set ({error!r})") from error
+                self._restore(state)
+        with tqdm(total=n_epochs, initial=len(self.losses), disable=not progress_bar, unit="epoch") as bar:
+            while len(self.losses) < n_epochs:
+                self.losses.append(self._epoch(layout))
+                if self.schedule.is_due(len(self.losses)):
+                    self._fit()
+                    self.margliks.append(self.schedule.move(self.la))
+                    if keep_best and self.margliks[-1] == max(self.margliks):
+                        self.best = copy.deepcopy(self._where())
+                if checkpoint is not None:
+                    state = self._state() | {"settings": settings, "random": files.random_state(generators)}
+                    files.save(state, checkpoint)
+                shown = {"loss": self.losses, "evidence": self.margliks}
+                bar.set_postfix({key: values[-1] for key, values in shown.items() if values})
+                bar.update()
+        if self.best is not None:
+            self._go_to(self.best)
+
+    def _fit(self) -> None:
+        """Fit the posterior at the current weights."""
+        try:
+            self.la.fit(self.data.loader, generator=self.generator)
+        except NumericalError as error:
+            raise NumericalError(f"after epoch {len(self.losses)}: {error} {_DIVERGED}") from error
+
+    def _epoch(self, layout: Layout) -> float:
+        """Run one epoch, and return the negative log joint per example, averaged over its batches."""
+        la, total = self.la, 0.0
+        prior, sigma = la.prior.detached(), la.noise_level.detach()
+        # Divide by the scale of the loss, so that a learning rate means the same for every noise and temperature.
+        unit = la.likelihood.curvature_scale("ggn", sigma) / la.temperature
+        la.model.train()
+        for batch in self.data:
+            self.optimizer.zero_grad()
+            with torch.inference_mode(False), torch.enable_grad():
+                loss = -self._log_likelihood(batch, sigma) / la.temperature
+                if not loss.detach().isfinite():
+                    raise NumericalError(
+                        f"epoch {len(self.losses) + 1}, batch {batch.index}: the loss is {float(loss.detach())}. "
+                        + _DIVERGED
+                    )
+                loss = loss + prior.penalty(vector_of(la.model, layout), layout).to(loss) / self.data.n
+                (loss / unit.to(loss)).backward()
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            total += float(loss.detach()) * len(batch.y)
+        return total / self.data.n
+
+    def _log_likelihood(self, batch: Batch, sigma: Tensor) -> Tensor:
+        """Return log p(y given f), the mean over a batch."""
+        likelihood = self.la.likelihood
+        with within(f"epoch {len(self.losses) + 1}, batch {batch.index}"):
+            f = batch.inputs.call(self.la.model)
+        try:
+            positions = Positions.of(f, self.la.class_dim)
+            labels, kept = labelled_rows(positions, batch, likelihood, f.device)
+            f = positions.rows(f) if kept is None else positions.rows(f)[kept]
+            targets = checked(f, labels, likelihood)
+        except InputError as error:
+            hint = "" if f.detach().isfinite().all() else " " + _DIVERGED
+            raise InputError(f"epoch {len(self.losses) + 1}, batch {batch.index}: {error}{hint}") from None
+        return targets.total(likelihood.log_prob(f, targets.y, sigma.to(f))) / positions.n
+
+    def _where(self) -> dict[str, Any]:
+        """Return weights and hyperparameters."""
+        own = self.la.prior.detached().hyperparameters
+        values = own if isinstance(self.la.prior, GaussianPrior) else {"prior": own}
+        return {"model": self.la.model.state_dict(), **values, "sigma": self.la.sigma_noise.detach()}
+
+    def _go_to(self, where: Mapping[str, Any]) -> None:
+        self.la.model.load_state_dict(where["model"])
+        self.la.prior, self.la.sigma_noise = self._prior(where), where["sigma"]
+
+    def _prior(self, where: Mapping[str, Any]) -> Prior:
+        values = {"precision": where["precision"]} if isinstance(self.la.prior, GaussianPrior) else where["prior"]
+        return self.la.prior.with_hyperparameters(**values)
+
+    def _state(self) -> dict[str, Any]:
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        found = {"margliks": self.margliks, "losses": self.losses, "best": self.best}
+        return {**self._where(), "optimizer": self.optimizer.state_dict(), "scheduler": scheduler, **found}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._go_to(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.margliks, self.losses, self.best = list(state["margliks"]), list(state["losses"]), state["best"]
+
+    def _require_whole(self, state: Mapping[str, Any], layout: Layout, path: Any) -> None:
+        """Refuse a state that training cannot continue from, before any of it is used."""
+        try:
+            own = self.la.model.state_dict()
+            for where in (state, *([state["best"]] if state["best"] is not None else [])):
+                require_alike(where["model"], own, "the network")
+                self._prior(where).check(layout, self.la.structure.takes)
+                if positive(where["sigma"], "sigma").shape != self.la.sigma_noise.shape:
+                    raise InputError(f"sigma is {where['sigma']}")
+            for key in ("losses", "margliks"):
+                if not isinstance(state[key], list) or not all(isinstance(v, float) for v in state[key]):
+                    raise InputError(f"{key} are not a list of numbers")
+            self._try(state["optimizer"], state["scheduler"])
+        except Exception as error:  # a file that was made by hand
+            raise files.damaged(path, error if isinstance(error, LaplaceError) else repr(error)) from error
+
+    def _try(self, of_optimizer: Any, of_scheduler: Any) -> None:
+        """Take a step on copies, because optimizers check their state only when they use it."""
+        optimizer, scheduler = copy.deepcopy((self.optimizer, self.scheduler))
+        optimizer.load_state_dict(copy.deepcopy(of_optimizer))  # a copy: it writes to the tensors that it gets
+        if scheduler is not None:
+            scheduler.load_state_dict(copy.deepcopy(of_scheduler))
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        if not all(p.isfinite().all() for group in optimizer.param_groups for p in group["params"]):
+            raise InputError("a step of the optimizer leads to weights that are NaN or infinite")
+
+    def _settings(self, layout: Layout, keep_best: bool) -> dict[str, Any]:
+        """Return what must be equal for a training to continue."""
+        la, schedule = self.la, self.schedule
+        return {
+            "likelihood": la.likelihood.described,
+            "hessian_structure": la.structure.described,
+            "curvature": la.runner.spec.estimator.name,
+            "weights": list(layout.names),
+            "examples": self.data.n,
+            "optimizer_cls": type(self.optimizer).__name__,
+            "scheduler_cls": None if self.scheduler is None else type(self.scheduler).__name__,
+            "prior_structure": schedule.groups,
+            "marglik_frequency": schedule.frequency,
+            "n_epochs_burnin": schedule.burnin,
+            "temperature": la.temperature,
+            "n_hypersteps": schedule.max_steps,
+            "reach": schedule.reach,
+            "keep_best": keep_best,
+            **({} if isinstance(la.prior, GaussianPrior) else {"prior": la.prior.described}),
+            **self.compared,
+        }
