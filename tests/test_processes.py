@@ -33,7 +33,7 @@ with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     la = Laplace(model, "classification").fit([(x[rank::2], y[rank::2])])
 (warning,) = [w for w in said if w.category is ProcessesWarning]
-call = str(warning.message).split("after fit: ")[1].split(". Where")[0]
+call = str(warning.message).split("after fit: ")[1].split(". If every")[0]
 exec(call)  # what the warning says to write
 whole = Laplace(model, "classification")
 with warnings.catch_warnings():

@@ -272,7 +272,7 @@ def test_a_likelihood_of_ones_own_is_passed_again(tmp_path):
     model, x, y = make("mlp", "classification")
     la = Laplace(model, Twice()).fit(cut(x, y, 6))
     la.save(tmp_path / "la")
-    with pytest.raises(CheckpointError, match=r"'twice', and files hold no code.*likelihood="):
+    with pytest.raises(CheckpointError, match=r"'twice', because files hold no code.*likelihood="):
         Laplace.load(tmp_path / "la", model)
     with pytest.raises(CheckpointError, match="has the likelihood 'twice'; likelihood= is 'classification'"):
         Laplace.load(tmp_path / "la", model, likelihood="classification")

@@ -193,7 +193,7 @@ def test_files_with_a_density_of_the_user_ask_for_it(tmp_path):
     with pytest.raises(CheckpointError, match="from_log_density\\(_logistic\\), but prior= is"):
         Laplace.load(path, case.model, prior=from_log_density(_flat_top, scale=1.0, shift=1.0))
     case.fit(StudentT()).save(path)
-    with pytest.raises(CheckpointError, match="leave it out for others"):
+    with pytest.raises(CheckpointError, match="Leave it out for others"):
         Laplace.load(path, case.model, prior=StudentT())
 
 
