@@ -41,6 +41,18 @@ class OutputGaussian:
         """Return the same Gaussian without covariances: its outputs are treated as independent."""
         return OutputGaussian(self.mean, self.variance)
 
+    def scaled(self, factor: float) -> OutputGaussian:
+        """Return N(a f, a^2 S) for a factor a."""
+        if factor == 1:
+            return self
+        square, times, covariance = factor * factor, self.times, self.covariance
+        return OutputGaussian(
+            factor * self.mean,
+            square * self.variance,
+            None if covariance is None else square * covariance,
+            None if times is None else lambda v: square * times(v),
+        )
+
     def product(self, v: Tensor) -> Tensor:  # (N, C) -> (N, C)
         """Return S v. If no covariances are known, the outputs are treated as independent."""
         if self.times is not None:
@@ -80,6 +92,10 @@ class OutputSamples:
     def variance(self) -> Tensor:
         """Return the variance over the draws."""
         return self.samples.var(0)
+
+    def scaled(self, factor: float) -> OutputSamples:
+        """Return a f for each draw f."""
+        return self if factor == 1 else OutputSamples(factor * self.samples)
 
     def draws(self, how: Draws) -> Iterator[Tensor]:
         """Yield the stored draws; `how` is not used."""

@@ -71,7 +71,8 @@ class Validation:
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
         draws = Draws(self.how.n_samples, _seeded(forward.outputs))
-        samples = sampled(posterior, lambda: [forward], draws, exact=True)
+        drawn = OutputSamples(sampled(posterior, lambda: [forward], draws, exact=True))
+        samples = drawn.scaled(1 / self.how.softmax_temperature).samples
         p = posterior.fit.likelihood.inverse_link(samples).mean(0) if self.how.link else None
         return OutputSamples(samples), p
 
@@ -89,7 +90,7 @@ class Validation:
             else:
                 times = partial(posterior.gaussian.product, jacobian)
                 outputs = OutputGaussian(f, next(variances), times=times)
-            draws = Draws(how.n_samples, _seeded(f))
+            outputs, draws = outputs.scaled(1 / how.softmax_temperature), Draws(how.n_samples, _seeded(f))
             yield outputs, None if link is None else through_link(link, outputs, draws)[0]
 
 
