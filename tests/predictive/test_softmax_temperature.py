@@ -1,4 +1,4 @@
-"""`softmax_temperature` divides the logits of predictions, p = link(N(f / T, S / T^2)); the posterior does not see it."""
+"""`softmax_temperature` divides the logits of predictions, p = link(N(f / T, S / T^2)), and no posterior sees it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def fitted(task: str = "classification", structure: str = "kron", subset: str = 
 def divided(la: Laplace) -> OutputGaussian:
     """N(f / T, S / T^2) from the functions that do not see the temperature."""
     f = la.model(X).detach()
-    jacobian = torch.func.vmap(
-        torch.func.jacrev(lambda w, x: torch.func.functional_call(la.model, w, (x,))), (None, 0)
-    )({name: p.detach() for name, p in la.model.named_parameters() if name.startswith("2")}, X)
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda w, x: functional_call(la.model, w, (x,))), (None, 0))(
+        {name: p.detach() for name, p in la.model.named_parameters() if name.startswith("2")}, X
+    )
     rows = torch.cat([part.flatten(2) for part in jacobian.values()], 2)
     covariance = rows @ la.posterior_covariance @ rows.mT
     return OutputGaussian(f / T, covariance.diagonal(dim1=1, dim2=2) / T**2, covariance / T**2)
