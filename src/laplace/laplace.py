@@ -38,6 +38,7 @@ from laplace.priors import Prior
 from laplace.priors.gaussian import GaussianPrior, own
 from laplace.spec import STRUCTURE_OPTIONS, Spec, refuse_unknown_keywords
 from laplace.structures import Structure
+from laplace.tuning import calibration as calibrating
 from laplace.tuning import calls as tuning
 from laplace.weights import Subnetwork, Subset
 
@@ -452,6 +453,7 @@ class Laplace:
     preference = predicting.preference
     sample = predicting.sample
     tune = tuning.tune
+    calibrate = calibrating.calibrate
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
 

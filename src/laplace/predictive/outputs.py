@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,14 +43,16 @@ class OutputGaussian:
 
     def scaled(self, factor: float) -> OutputGaussian:
         """Return N(a f, a^2 S) for a factor a."""
-        if factor == 1:
-            return self
-        square, times, covariance = factor * factor, self.times, self.covariance
-        return OutputGaussian(
-            factor * self.mean,
-            square * self.variance,
-            None if covariance is None else square * covariance,
-            None if times is None else lambda v: square * times(v),
+        return self if factor == 1 else replace(self.widened(factor * factor), mean=factor * self.mean)
+
+    def widened(self, factor: float) -> OutputGaussian:
+        """Return N(f, a S) for a factor a."""
+        times, covariance = self.times, self.covariance
+        return replace(
+            self,
+            variance=factor * self.variance,
+            covariance=None if covariance is None else factor * covariance,
+            times=None if times is None else lambda v: factor * times(v),
         )
 
     def product(self, v: Tensor) -> Tensor:  # (N, C) -> (N, C)
