@@ -29,8 +29,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("posterior",),
     ("spec",),
     ("inference",),
+    ("evaluation",),
     ("tuning",),
-    ("checkpoints", "evaluation"),
+    ("checkpoints",),
     ("laplace",),
     ("online", "preview", "layers", "testing"),
     ("compat",),
@@ -101,7 +102,7 @@ def test_every_room_of_the_list_is_there():
         ("network/batches.py", "from laplace import weights"),
         ("curvature/ggn.py", "def late():\n    from laplace.laplace import Laplace"),
         ("likelihoods/base.py", "if TYPE_CHECKING:\n    from laplace.network.batches import Batch"),
-        ("checkpoints/state.py", "from laplace.evaluation import metrics"),
+        ("online.py", "from laplace.preview import plan"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, module, line):

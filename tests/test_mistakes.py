@@ -22,7 +22,8 @@ ODD = [
 ]  # fmt: skip
 KEYWORDS = [
     "hessian_structure", "subset_of_weights", "curvature", "curvature_samples", "sigma_noise", "prior_precision",
-    "prior_mean", "prior", "temperature", "last_layer_name", "feature_reduction", "subnetwork_indices", "damping",
+    "prior_mean", "prior", "temperature", "softmax_temperature", "last_layer_name", "feature_reduction",
+    "subnetwork_indices", "damping",
     "weight_sharing", "rank", "tol", "n_subset", "seed", "independent_outputs", "functional_approximation",
     "memory_budget", "class_dim", "backend", "backend_kwargs", "likelihood", "model",
 ]  # fmt: skip
@@ -43,6 +44,7 @@ CALLS: dict[str, Callable[[Laplace, Tensor, Any], Any]] = {
     "set mean": lambda la, x, odd: setattr(la, "prior_mean", odd),
     "set noise": lambda la, x, odd: setattr(la, "sigma_noise", odd),
     "set temperature": lambda la, x, odd: setattr(la, "temperature", odd),
+    "set softmax temperature": lambda la, x, odd: setattr(la, "softmax_temperature", odd),
     "square_norm": lambda la, x, odd: la.square_norm(odd),
     "log_prob": lambda la, x, odd: la.log_prob(odd),
     "functional_variance": lambda la, x, odd: la.functional_variance(odd),

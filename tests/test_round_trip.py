@@ -86,6 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     "noise": {"likelihood": "regression", "sigma_noise": 0.3, "temperature": 0.5},
     "noise per output": {"likelihood": "regression", "sigma_noise": torch.tensor([0.3, 0.7, 1.1])},
     "noise of the likelihood": {"likelihood": Gaussian([0.5, 1.0, 2.0]), "sigma_noise": 0.4},
+    "temperatures": {"temperature": 0.5, "softmax_temperature": 1.7},
     "ordinal": {"likelihood": Ordinal([-1.0, 0.5]), "class_dim": -1},
     "own likelihood": {"likelihood": from_log_prob(poisson)},
     "prior per tensor": {"prior_precision": torch.tensor([0.3, 2.0]), "prior_mean": 0.1},
@@ -135,6 +136,7 @@ def require_same(one: Laplace, two: Laplace) -> None:
     for name in ("prior_precision", "prior_mean", "sigma_noise"):
         assert torch.equal(getattr(one, name), getattr(two, name)), name
     assert one.temperature == two.temperature
+    assert one.softmax_temperature == two.softmax_temperature
     assert type(one.prior) is type(two.prior)
 
 

@@ -38,6 +38,7 @@ from laplace.priors import Prior
 from laplace.priors.gaussian import GaussianPrior, own
 from laplace.spec import STRUCTURE_OPTIONS, Spec, refuse_unknown_keywords
 from laplace.structures import Structure
+from laplace.tuning import calibration as calibrating
 from laplace.tuning import calls as tuning
 from laplace.weights import Subnetwork, Subset
 
@@ -83,7 +84,9 @@ class Laplace:
         prior_mean: one number, or one per weight.
         prior: instead of prior_precision and prior_mean, one of `laplace.priors`, as StudentT(df=4, scale=0.1), or
             what earlier tasks left, `earlier.as_prior()`.
-        temperature: T of p(D given theta)^(1/T).
+        temperature: T of p(D given theta)^(1/T): the likelihood's, for a colder or warmer posterior.
+        softmax_temperature: T of p(y given f / T), by which predictions divide the logits; 1 if there are none. The
+            posterior does not depend on it. `calibrate` finds it.
         enable_backprop: whether gradients flow from predictions to the inputs.
         dict_key_x: of batches that are mappings, the key of the main input.
         dict_key_y: of batches that are mappings, the key of the labels.
@@ -129,6 +132,7 @@ class Laplace:
         prior_mean: float | Tensor = 0.0,
         prior: Prior | None = None,
         temperature: float = 1.0,
+        softmax_temperature: float = 1.0,
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
@@ -179,6 +183,7 @@ class Laplace:
         self._fit: Fit | None = None
         self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
         self._temperature = one_positive(temperature, "temperature")
+        self._softmax_temperature = self._take_softmax_temperature(softmax_temperature)
         self._prior = prior_of(prior, prior_precision, prior_mean, spec.structure.described)
         self._prior.require_structure(spec.structure.takes)
         self._sigma = self._take_noise(sigma_noise)
@@ -300,12 +305,21 @@ class Laplace:
 
     @property
     def temperature(self) -> float:
-        """T of p(D given theta)^(1/T). Setting it needs no refit."""
+        """T of p(D given theta)^(1/T), the likelihood's: it changes the posterior. Setting it needs no refit."""
         return self._temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
         self._temperature = one_positive(value, "temperature")
+
+    @property
+    def softmax_temperature(self) -> float:
+        """T of p(y given f / T): it divides the logits of predictions, N(f / T, S / T^2). Setting it needs no refit."""
+        return self._softmax_temperature
+
+    @softmax_temperature.setter
+    def softmax_temperature(self, value: float) -> None:
+        self._softmax_temperature = self._take_softmax_temperature(value)
 
     # ---- the posterior --------------------------------------------------------------------------------------------
 
@@ -439,6 +453,7 @@ class Laplace:
     preference = predicting.preference
     sample = predicting.sample
     tune = tuning.tune
+    calibrate = calibrating.calibrate
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
 
@@ -501,7 +516,9 @@ class Laplace:
         """
         found = states.restored(self.runner, state, self._prior)
         temperature = one_positive(found.temperature, "temperature")
+        softmax_temperature = self._take_softmax_temperature(found.softmax_temperature)
         self._sigma, self._temperature = self._take_noise(found.sigma_noise), temperature
+        self._softmax_temperature = softmax_temperature
         self._fit, self._prior = found.fit, found.prior
         self.runner.adopt(found.weights)
 
@@ -569,7 +586,7 @@ class Laplace:
         return self
 
     def __add__(self, other: Any) -> Self:
-        """Return the posterior of the data of both, with the prior, noise and temperature of the left one."""
+        """Return the posterior of the data of both, with the prior, noise and temperatures of the left one."""
         if not isinstance(other, Laplace):
             return NotImplemented
         return self._with(continual.merged(self, other))
@@ -588,7 +605,8 @@ class Laplace:
 
     def __repr__(self) -> str:
         posterior = None if self._fit is None else self.posterior
-        return summary(self.runner, posterior, self._prior, self.sigma_noise, self._temperature)
+        temperatures = self._temperature, self._softmax_temperature
+        return summary(self.runner, posterior, self._prior, self.sigma_noise, *temperatures)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"runner": copy.copy(self.runner)}  # a copy learns about its network by itself
@@ -623,6 +641,11 @@ class Laplace:
             f"{clipped.lowest:.2g} of the largest; they are set to zero, and these weights are held by the data alone. "
             "See la.prior_clipped; a larger scale has fewer.",
         )
+
+    def _take_softmax_temperature(self, value: float) -> float:
+        number = one_positive(value, "softmax_temperature")
+        self.likelihood.check_softmax_temperature(number)
+        return number
 
     def _take_noise(self, value: float | Tensor) -> Tensor:
         """Return one level of noise, (); what the outputs' noise is relative to each other is the likelihood's."""

@@ -52,6 +52,7 @@ class TrainingOptions(TypedDict, total=False):
 
     curvature_samples: int
     prior_mean: float | Tensor
+    softmax_temperature: float
     last_layer_name: str | None
     feature_reduction: str | None
     subnetwork_indices: Tensor | None

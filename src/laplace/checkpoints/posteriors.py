@@ -11,7 +11,7 @@ from torch import nn
 from laplace.checkpoints import container
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
-from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, state_dict, state_without_inputs
+from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
 from laplace.checks import shown
 from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
@@ -45,7 +45,7 @@ class Loadable(Protocol):
 Kind = TypeVar("Kind", bound=Loadable)
 
 
-def save(la: Fitted, path: str | os.PathLike[str], with_data: bool = False) -> None:
+def save(la: Kept, path: str | os.PathLike[str], with_data: bool = False) -> None:
     """Write a posterior to a file. The training inputs of a 'gp' are written only with `with_data`."""
     fit = la.posterior.fit
     if changed := la.runner.changed(fit.mean, thoroughly=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +40,14 @@ SUMS, INDEX, EARLIER = "sums/", "index/", "earlier/"  # followed by a parameter'
 INPUTS, VECTORS, NUMBERS = "points/inputs", "points/vectors", "points/numbers"
 
 
-def state_dict(la: Fitted, with_data: bool = False) -> dict[str, Any]:
+class Kept(Fitted, Protocol):
+    """A posterior with its network and all that predictions depend on."""
+
+    @property
+    def softmax_temperature(self) -> float: ...
+
+
+def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
     """Return everything that prediction, evidence and further fitting need.
 
     With `with_data`, the state holds the inputs of kept points too.
@@ -57,7 +64,7 @@ def state_dict(la: Fitted, with_data: bool = False) -> dict[str, Any]:
     return state_without_inputs(la) | {INPUTS: [_plain(part.inputs.x) for part in points.parts]}
 
 
-def state_without_inputs(la: Fitted) -> dict[str, Any]:
+def state_without_inputs(la: Kept) -> dict[str, Any]:
     """Return the state without the inputs of kept points. Their numbers in the data are included."""
     posterior, weights, spec = la.posterior, la.runner.weights, la.runner.spec
     fit, prior = posterior.fit, posterior.prior
@@ -74,6 +81,7 @@ def state_without_inputs(la: Fitted) -> dict[str, Any]:
         **_prior_state(prior, fit.layout),
         "sigma_noise": fit.likelihood.noise_at(posterior.sigma).detach().clone(),
         "temperature": posterior.temperature,
+        "softmax_temperature": la.softmax_temperature,
     }
     if isinstance(spec.weights, Subnetwork):
         state["subnetwork_indices"] = spec.weights.indices.clone()
@@ -108,6 +116,7 @@ class Restored:
         prior: The prior over the weights, with the curvature of earlier tasks.
         sigma_noise: One number, or one per output.
         temperature: The temperature of the likelihood.
+        softmax_temperature: What predictions divide the logits by. States from before it was there have none: 1.
     """
 
     fit: Fit
@@ -115,6 +124,7 @@ class Restored:
     prior: Prior
     sigma_noise: Tensor
     temperature: float
+    softmax_temperature: float
 
 
 def restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restored:
@@ -189,7 +199,8 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
     weights = _weights(runner, layout, state)
     level = spec.likelihood.with_noise(positive(state["sigma_noise"], "sigma_noise"))[1]
     _require_usable(Posterior(fit, prior, level, float(state["temperature"])))
-    return Restored(fit, weights, prior, state["sigma_noise"], state["temperature"])
+    temperatures = state["temperature"], state.get("softmax_temperature", 1.0)
+    return Restored(fit, weights, prior, state["sigma_noise"], *temperatures)
 
 
 def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:

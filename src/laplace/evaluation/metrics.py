@@ -179,14 +179,24 @@ def reliability(
         raise InputError(str(error)) from error
     probs, y = _classified(probs, y)
     top, label = probs.max(-1)
-    edges = torch.linspace(0, 1, n_bins + 1, dtype=torch.float64, device=probs.device)
+    return binned(top, label == y, n_bins)
+
+
+def binned(
+    confidence: Tensor,  # (N,)
+    correct: Tensor,  # (N,)
+    n_bins: int = DEFAULT_BINS,
+) -> Reliability:
+    """Sort predictions, of each of which it is known whether it was right, into bins of their confidence."""
+    top = confidence.double()
+    edges = torch.linspace(0, 1, n_bins + 1, dtype=torch.float64, device=top.device)
     # Only the inner edges: a top probability that rounding has moved above 1 still falls into the last bin.
     index = torch.bucketize(top, edges[1:-1])
     count = torch.bincount(index, minlength=n_bins)
     return Reliability(
         edges=edges,
         confidence=torch.bincount(index, top, minlength=n_bins) / count,
-        accuracy=torch.bincount(index, (label == y).double(), minlength=n_bins) / count,
+        accuracy=torch.bincount(index, correct.double(), minlength=n_bins) / count,
         count=count,
     )
 

@@ -5,6 +5,7 @@ Inputs run in chunks, and the results are joined.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from laplace.checks import choice, flag, generator_or_none, shown, whole_number
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
-from laplace.inference.source import FEWER, Answer, Fitted, Part, Source
+from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, normals
 from laplace.network.batches import Inputs, prediction_batches
@@ -86,21 +87,22 @@ def call(
     inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
     with torch.set_grad_enabled(frame.enable_backprop):
         if sampled:
-            samples = response.inverse_link(_samples(source, inputs, Functions(draws, exact=True), shape))
+            parts = scaled_outputs(source, inputs, Functions(draws, exact=True))
+            samples = response.inverse_link(_samples(parts, shape))
             samples = require_finite(samples, "the mean of the draws", 1)
             return shape(samples.mean(0)) if link else (shape(samples.mean(0)), shape(samples.var(0)))
         if joint:
             need = Joint("Take fewer inputs, or outputs=[...], or leave out joint=True.", chosen)
-            (whole,) = source.outputs(inputs, need)
+            (whole,) = scaled_outputs(source, inputs, need)
             assert isinstance(whole.outputs, OutputGaussian)
             assert whole.outputs.covariance is not None
             return whole.outputs.mean[0], whole.outputs.covariance[0]
         if how is not None:
-            parts = shape.watch(source.outputs(inputs, Variances() if diagonal_output else how.needs()))
+            parts = shape.watch(scaled_outputs(source, inputs, Variances() if diagonal_output else how.needs()))
             return shape(torch.cat([_linked(source, link, how, part, draws, diagonal_output) for part in parts]))
         answer = Answer(frame.budget, "Take fewer inputs at a time, or diagonal_output=True.")
         need = Variances(chosen) if diagonal_output else Covariances(chosen)
-        out = joined([part.outputs for part in shape.watch(source.outputs(inputs, need, answer))])
+        out = joined([part.outputs for part in shape.watch(scaled_outputs(source, inputs, need, answer))])
         assert isinstance(out, OutputGaussian)
         spread = shape(out.variance) if out.covariance is None else shape.covariance(out.covariance)
         return shape(out.mean), spread
@@ -164,12 +166,13 @@ def predict(
                     if draws.generator is not None and state is not None:
                         draws.generator.set_state(state)  # the same draws of the weights for every batch
                     here = Reshaper()
-                    samples = OutputSamples(_samples(source, inputs, Functions(draws, exact=True), here, answer))
+                    drawn = scaled_outputs(source, inputs, Functions(draws, exact=True), answer)
+                    samples = OutputSamples(_samples(drawn, here))
                     shape.add(here)
                     parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
                     continue
                 need = Variances() if independent else Covariances()
-                for part in shape.watch(source.outputs(inputs, need, answer), further=True):
+                for part in shape.watch(scaled_outputs(source, inputs, need, answer), further=True):
                     mean = None if how is None else _linked(source, link, how, part, draws, independent)
                     parts.append((part.outputs, mean))
         if not parts:
@@ -192,7 +195,7 @@ def functional_samples(
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> Tensor:  # (S, N, C)
-    """Draw the outputs f, before the link.
+    """Draw the outputs f, before the softmax temperature and the link.
 
     One draw of the weights is used for all inputs, so each draw is a smooth function of x.
 
@@ -222,7 +225,7 @@ def functional_samples(
             parts = [part.outputs for part in shape.watch(source.outputs(inputs, Variances(), answer))]
             drawn = torch.cat(list(joined(parts).draws(draws)), 1)
         else:
-            drawn = _samples(source, inputs, Functions(draws, exact=pred_type == "nn"), shape)
+            drawn = _samples(source.outputs(inputs, Functions(draws, exact=pred_type == "nn")), shape)
         return shape(drawn, lead=1)
 
 
@@ -254,7 +257,8 @@ def predictive_samples(
         UnsupportedError: 'nn' with a posterior over functions.
         MemoryBudgetError: the draws would not fit into memory.
     """
-    f = functional_samples(source, x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
+    drawn = functional_samples(source, x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
+    f = OutputSamples(drawn).scaled(1 / source.softmax_temperature).samples
     at = Positions.of(f[0], source.frame.class_dim)
     return at.shaped(source.likelihood.response.inverse_link(at.rows(f, lead=1)), lead=1)
 
@@ -292,7 +296,7 @@ def preference(
     link = likelihood.link_named(link_approx)
     how = likelihood.links[link]
     with torch.set_grad_enabled(source.frame.enable_backprop):
-        parts = shape.watch(source.outputs(inputs, how.needs()))
+        parts = shape.watch(scaled_outputs(source, inputs, how.needs()))
         return shape.each(torch.cat([_linked(source, link, how, part, draws) for part in parts]).squeeze(1))
 
 
@@ -350,12 +354,9 @@ def _draws(source: Source, n_samples: Any, least: int, generator: Any) -> Draws:
     return draws
 
 
-def _samples(
-    source: Source, inputs: Inputs, need: Functions, shape: Reshaper, answer: Answer | None = None
-) -> Tensor:  # (S, N, C)
-    """Draw whole functions at all inputs."""
-    parts = [part.outputs for part in shape.watch(source.outputs(inputs, need, answer))]
-    out = joined(parts)
+def _samples(parts: Iterable[Part], shape: Reshaper) -> Tensor:  # (S, N, C)
+    """Join draws of whole functions at consecutive inputs."""
+    out = joined([part.outputs for part in shape.watch(parts)])
     assert isinstance(out, OutputSamples)
     return out.samples
 

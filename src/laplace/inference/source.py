@@ -103,13 +103,24 @@ class Source(Protocol):
         """Return the level of the observation noise, (). It is 1 if there is none."""
         ...
 
+    @property
+    def softmax_temperature(self) -> float:
+        """Return T of p(y given f / T), by which predictions divide the logits. It is 1 if there are none."""
+        ...
+
     def outputs(self, inputs: Inputs, need: Query, answer: Answer | None = None) -> Iterator[Part]:
-        """Yield the outputs at consecutive parts of the inputs."""
+        """Yield the outputs f at consecutive parts of the inputs, before the softmax temperature."""
         ...
 
     def warn_once(self, key: str, message: str) -> None:
         """Warn, but only the first time for each `key`."""
         ...
+
+
+def scaled_outputs(source: Source, inputs: Inputs, need: Query, answer: Answer | None = None) -> Iterator[Part]:
+    """Yield the outputs as predictions see them: N(f / T, S / T^2) with the softmax temperature T."""
+    for part in source.outputs(inputs, need, answer):
+        yield Part(part.positions, part.outputs.scaled(1 / source.softmax_temperature))
 
 
 class Fitted(Protocol):

@@ -17,7 +17,14 @@ _NAMES = 4  # up to so many tensors are listed; of more, the first and the last
 _WIDTH, _LONG = 80, 60  # the most columns of a line, and of a value that is not cut
 
 
-def summary(runner: Runner, posterior: Posterior | None, prior: Prior, noise: Tensor, temperature: float) -> str:
+def summary(
+    runner: Runner,
+    posterior: Posterior | None,
+    prior: Prior,
+    noise: Tensor,
+    temperature: float,
+    softmax_temperature: float,
+) -> str:
     """Describe a Laplace approximation, fitted or not."""
     spec = runner.spec
     curvature = spec.estimator.name if posterior is None else posterior.fit.kind
@@ -33,7 +40,9 @@ def summary(runner: Runner, posterior: Posterior | None, prior: Prior, noise: Te
     if isinstance(prior, CurvedPrior):
         rows.append(("", f"and {prior.n_data:,} examples of earlier tasks"))
     if temperature != 1:
-        rows.append(("temperature", f"{temperature:g}"))
+        rows.append(("temperature", f"{temperature:g} of the likelihood"))
+    if softmax_temperature != 1:
+        rows.append(("softmax", f"temperature {softmax_temperature:.4g}, which divides the logits of predictions"))
     weights = _short(spec.weights.label)
     if posterior is not None:
         fit = posterior.fit

@@ -62,6 +62,7 @@ class Likelihood(Response):
     Attributes:
         name: The name used in options and messages.
         has_noise: Whether there is a `sigma_noise`.
+        has_logits: Whether the outputs are logits, which a `softmax_temperature` may divide in predictions.
         hessian_is_fisher: Whether -d2 log p / df2 equals Lambda for every y.
         pairs: Whether one example is a pair of inputs.
         ignored: The label of a position that does not count.
@@ -70,6 +71,7 @@ class Likelihood(Response):
 
     name: ClassVar[str]
     has_noise: ClassVar[bool] = False
+    has_logits: ClassVar[bool] = False
     hessian_is_fisher: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
     ignored: int | None = None
@@ -179,6 +181,19 @@ class Likelihood(Response):
                 f"sigma_noise={sigma.flatten().tolist()[:3]}: {self.name} has no observation noise; leave it at 1."
             )
         return self, sigma.reshape(-1)[0]
+
+    def check_softmax_temperature(self, value: float) -> None:
+        """Refuse a softmax temperature other than 1 if the outputs are no logits."""
+        if value != 1 and not self.has_logits:
+            instead = (
+                "sigma_noise= widens its predictions"
+                if self.has_noise
+                else "prior_precision= and temperature= change its posterior"
+            )
+            raise OptionError(
+                f"softmax_temperature={value:g} divides logits; the outputs of {self.name} are none. Leave it at 1: "
+                f"{instead}."
+            )
 
     def noise_at(self, level: Tensor) -> Tensor:
         """Return the noise of each output at this level. This undoes `with_noise`."""

@@ -37,6 +37,7 @@ class Multilabel(Likelihood):
     """C binary labels from C logits; labels have shape (N, C) and are 0, 1 or a probability between them."""
 
     name = "multilabel"
+    has_logits = True
     ignored = IGNORED
     links = BINARY_LINKS
 

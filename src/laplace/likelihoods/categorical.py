@@ -39,6 +39,7 @@ class Categorical(OneOfSeveral):
     """
 
     name = "classification"
+    has_logits = True
     links = CATEGORICAL_LINKS
 
     def __init__(

@@ -32,9 +32,10 @@ def require_words(state: Mapping[str, Any]) -> None:
         _require(isinstance(state[key], bool), key, state[key], "True or False")
     for key in ("last_layer", "feature_reduction"):
         _require(state[key] is None or isinstance(state[key], str), key, state[key], "a name or None")
-    temperature = state["temperature"]
-    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    _require(number and 0 < temperature < math.inf, "temperature", temperature, "a number above 0")
+    for key in ("temperature", *(["softmax_temperature"] if "softmax_temperature" in state else [])):
+        value = state[key]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        _require(number and 0 < value < math.inf, key, value, "a number above 0")
     for key in ("mean", *(key for key in ("prior_precision", "prior_mean") if key in state), "sigma_noise"):
         value = state[key]
         real = isinstance(value, Tensor) and value.is_floating_point()
@@ -117,6 +118,7 @@ def require_points(vectors: Any, inputs: Any, numbers: Any, outputs: int) -> Non
     for part in vectors:
         good = isinstance(part, Tensor) and part.dim() == 3 and part.is_floating_point() and part.shape[2] == outputs
         _require(good and part.numel() and part.isfinite().all(), "points/vectors", _told(part), f"(m, K, {outputs})")
+        _require(part.shape[1] == vectors[0].shape[1], "points/vectors", _told(part), f"K = {vectors[0].shape[1]}")
     count = sum(len(part) for part in vectors)
     good = isinstance(numbers, Tensor) and numbers.dtype == torch.int64 and numbers.shape == (count,)
     _require(good and (numbers >= 0).all(), "points/numbers", _told(numbers), f"{count} whole numbers")

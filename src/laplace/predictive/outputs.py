@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,20 @@ class OutputGaussian:
     def marginals(self) -> OutputGaussian:
         """Return the same Gaussian without covariances: its outputs are treated as independent."""
         return OutputGaussian(self.mean, self.variance)
+
+    def scaled(self, factor: float) -> OutputGaussian:
+        """Return N(a f, a^2 S) for a factor a."""
+        return self if factor == 1 else replace(self.widened(factor * factor), mean=factor * self.mean)
+
+    def widened(self, factor: float) -> OutputGaussian:
+        """Return N(f, a S) for a factor a."""
+        times, covariance = self.times, self.covariance
+        return replace(
+            self,
+            variance=factor * self.variance,
+            covariance=None if covariance is None else factor * covariance,
+            times=None if times is None else lambda v: factor * times(v),
+        )
 
     def product(self, v: Tensor) -> Tensor:  # (N, C) -> (N, C)
         """Return S v. If no covariances are known, the outputs are treated as independent."""
@@ -80,6 +94,10 @@ class OutputSamples:
     def variance(self) -> Tensor:
         """Return the variance over the draws."""
         return self.samples.var(0)
+
+    def scaled(self, factor: float) -> OutputSamples:
+        """Return a f for each draw f."""
+        return self if factor == 1 else OutputSamples(factor * self.samples)
 
     def draws(self, how: Draws) -> Iterator[Tensor]:
         """Yield the stored draws; `how` is not used."""

@@ -32,12 +32,14 @@ class Tunable(Protocol):
         prior_precision: of the weights.
         sigma_noise: of the observations.
         temperature: of the likelihood.
+        softmax_temperature: of predictions.
     """
 
     prior: Any
     prior_precision: Any
     sigma_noise: Any
     temperature: Any
+    softmax_temperature: Any
 
     @property
     def posterior(self) -> Posterior: ...

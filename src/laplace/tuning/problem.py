@@ -30,13 +30,16 @@ _BOUNDS = {"prior_precision": (1e-4, 1e4), "sigma_noise": (1e-3, 1e3), "temperat
 
 
 class Posteriors(Protocol):
-    """A posterior with the network that it belongs to."""
+    """A posterior with the network that it belongs to, and what predictions divide the logits by."""
 
     @property
     def posterior(self) -> Posterior: ...
 
     @property
     def runner(self) -> Runner: ...
+
+    @property
+    def softmax_temperature(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,8 @@ def how_scored(
     """Return how predictions are made and scored, checked before the network runs."""
     link, own = la.runner.spec.likelihood.link_of(link_approx)
     kind = pred_type_named(pred_type, la.runner.spec.structure.functional)
-    how = How(kind, link, whole_number(n_samples, "n_samples", 2), loss, ood_weight, own)
+    draws = whole_number(n_samples, "n_samples", 2)
+    how = How(kind, link, draws, loss, ood_weight, own, la.softmax_temperature)
     Tally(how, la.runner.spec.likelihood)
     return how
 

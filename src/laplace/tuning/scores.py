@@ -29,7 +29,8 @@ Predicted = tuple[Outputs, Tensor | None]  # distribution of the outputs, and th
 class How:
     """How a prediction is made and scored. A `loss` of None means the predictive negative log-likelihood.
 
-    `approximation` is what `link` names; None where outputs stand for themselves.
+    `approximation` is what `link` names; None where outputs stand for themselves. `softmax_temperature` divides the
+    logits.
     """
 
     pred_type: str
@@ -38,6 +39,7 @@ class How:
     loss: Any = None
     ood_weight: float = 0.5
     approximation: Link | None = None
+    softmax_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         weight = self.ood_weight

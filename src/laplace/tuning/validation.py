@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Forward, Jacobian
+from laplace.backprop.gradients import Forward
 from laplace.budget import Budget
 from laplace.errors import InputError
 from laplace.inference.linearised import sampled, through_link
@@ -54,43 +54,59 @@ class Validation:
         return torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
 
     def _predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
-        """Yield the predictive of one run under each posterior, handling as many together as fit into memory."""
+        """Yield the predictive of one run under each posterior."""
+        if self.how.pred_type == "nn":
+            yield from (self._sampled(posterior, forward) for part in self._parts(posteriors) for posterior in part)
+            return
+        how, link = self.how, self.how.approximation
+        for outputs in self.gaussians(posteriors, forward):
+            outputs, draws = outputs.scaled(1 / how.softmax_temperature), seeded(how.n_samples, forward.outputs)
+            yield outputs, None if link is None else through_link(link, outputs, draws)[0]
+
+    def gaussians(
+        self, posteriors: Sequence[Posterior], forward: Forward, covariances: bool = False
+    ) -> Iterator[OutputGaussian]:
+        """Yield the Gaussian of the outputs of one run under each posterior, before the softmax temperature.
+
+        It holds what the link needs: variances, products or covariances. With `covariances`, it always holds those.
+        """
+        likelihood, how, f = posteriors[0].fit.likelihood, self.how, forward.outputs
+        link = how.approximation
+        joint = how.loss is None and likelihood.joint and f.shape[1] > 1
+        joint = joint or covariances or (link is not None and link.needs is Covariances)
+        jacobian = forward.jacobian()
+        for part in self._parts(posteriors):
+            variances = part[0].curvature.sweep(jacobian, [p.gaussian for p in part])
+            for posterior in part:
+                if joint:
+                    covariance = posterior.gaussian.covariance(jacobian)
+                    yield OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
+                else:
+                    times = partial(posterior.gaussian.product, jacobian)
+                    yield OutputGaussian(f, next(variances), times=times)
+
+    def _parts(self, posteriors: Sequence[Posterior]) -> Iterator[Sequence[Posterior]]:
+        """Yield as many posteriors at a time as fit into memory, as copies if they are not all: none is kept then."""
+        step = self._step(posteriors)
+        if step >= len(posteriors):
+            yield posteriors
+            return
+        for start in range(0, len(posteriors), step):
+            yield [replace(posterior) for posterior in posteriors[start : start + step]]
+
+    def _step(self, posteriors: Sequence[Posterior]) -> int:
+        """Return how many posteriors fit into memory together."""
         fit = posteriors[0].fit
         priors = [posterior.prior for posterior in posteriors]
         scalar = all(isinstance(prior, GaussianPrior) and prior.precision.numel() == 1 for prior in priors)
-        step = self.budget.count(2 * fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
-        jacobian = None if self.how.pred_type == "nn" else forward.jacobian()
-        for start in range(0, len(posteriors), step):
-            part = posteriors[start : start + step]
-            if len(part) < len(posteriors) or not scalar:
-                part = [replace(posterior) for posterior in part]  # copies: Gaussians are not kept between batches
-            if jacobian is None:
-                yield from (self._sampled(posterior, forward) for posterior in part)
-            else:
-                yield from self._linearised(part, forward.outputs, jacobian)
+        return self.budget.count(2 * fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
-        draws = Draws(self.how.n_samples, _seeded(forward.outputs))
-        samples = sampled(posterior, lambda: [forward], draws, exact=True)
+        draws = seeded(self.how.n_samples, forward.outputs)
+        drawn = OutputSamples(sampled(posterior, lambda: [forward], draws, exact=True))
+        samples = drawn.scaled(1 / self.how.softmax_temperature).samples
         p = posterior.fit.likelihood.inverse_link(samples).mean(0) if self.how.link else None
         return OutputSamples(samples), p
-
-    def _linearised(self, posteriors: Sequence[Posterior], f: Tensor, jacobian: Jacobian) -> Iterator[Predicted]:
-        likelihood, how = posteriors[0].fit.likelihood, self.how
-        joint = how.loss is None and likelihood.joint and f.shape[1] > 1
-        link = how.approximation
-        if link is not None:
-            joint = joint or link.needs is Covariances
-        variances = posteriors[0].curvature.sweep(jacobian, [p.gaussian for p in posteriors])
-        for posterior in posteriors:
-            if joint:
-                covariance = posterior.gaussian.covariance(jacobian)
-                outputs = OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
-            else:
-                times = partial(posterior.gaussian.product, jacobian)
-                outputs = OutputGaussian(f, next(variances), times=times)
-            draws = Draws(how.n_samples, _seeded(f))
-            yield outputs, None if link is None else through_link(link, outputs, draws)[0]
 
 
 class Runs:
@@ -118,5 +134,6 @@ class Runs:
         self.kept = kept or None
 
 
-def _seeded(like: Tensor) -> torch.Generator:
-    return torch.Generator(like.device).manual_seed(0)
+def seeded(n_samples: int, like: Tensor) -> Draws:
+    """Return draws that are the same for every posterior."""
+    return Draws(n_samples, torch.Generator(like.device).manual_seed(0))

@@ -1,0 +1,143 @@
+"""What speaks against validation data: it was trained on, is too small, lacks classes, or is in other units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from laplace.likelihoods.bernoulli import Multilabel
+from laplace.likelihoods.classes import OneOfSeveral
+from laplace.tuning.calibrated import Gain
+from laplace.tuning.held_out import HeldOut
+from laplace.tuning.profile import count
+
+_FEW = 50  # examples
+_OTHER_UNITS = 10  # times the residuals in training, and the noise
+_LISTED = 8  # classes that are named
+
+
+def remarks(la: object, val_loader: Iterable[Any], held_out: HeldOut, gain: Gain) -> list[str]:
+    """Return what the user should know about the validation data."""
+    found = [
+        _trained_on(getattr(la, "training_data", None), val_loader),
+        _few(held_out, gain),
+        _missing_classes(held_out),
+        _other_units(held_out),
+    ]
+    return [note for note in found if note]
+
+
+def _trained_on(training: Any, validation: Any) -> str:
+    shared = overlap(training, validation)
+    if not shared:
+        return ""
+    return (
+        f"val_loader {shared}. The network knows these labels, so its errors there are too small and the result is too "
+        "sure. Give data that it was not trained on."
+    )
+
+
+def overlap(training: Any, validation: Any) -> str:
+    """Say what two loaders have in common, by identity: the loader, the dataset, its rows, or their tensors."""
+    if training is None:
+        return ""
+    if training is validation:
+        return "is the loader that la was fitted on"
+    (data, rows), (other, others) = (_rows_of(getattr(each, "dataset", each)) for each in (training, validation))
+    if data is other:
+        if rows is None or others is None:
+            return "has the dataset that la was fitted on"
+        common = len({*rows} & {*others})
+        return f"has {common:,} examples that la was fitted on" if common else ""
+    known = {_place(tensor) for tensor in _tensors(data)}
+    if rows is None and others is None and any(_place(tensor) in known for tensor in _tensors(other)):
+        return "holds the tensors that la was fitted on"
+    return ""
+
+
+def _rows_of(dataset: Any) -> tuple[Any, list[int] | None]:
+    """Return the dataset below subsets, and which of its rows are taken. None means all."""
+    rows: list[int] | None = None
+    while isinstance(dataset, Subset):
+        taken = list(dataset.indices)
+        rows = taken if rows is None else [taken[row] for row in rows]
+        dataset = dataset.dataset
+    return dataset, rows
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a dataset, or of a list of batches."""
+    if isinstance(data, TensorDataset):
+        yield from data.tensors
+    elif isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        yield from (tensor for value in data.values() for tensor in _tensors(value))
+    elif isinstance(data, (list, tuple)):
+        yield from (tensor for value in data for tensor in _tensors(value))
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+def _few(held_out: HeldOut, gain: Gain) -> str:
+    n = count(held_out.weights, held_out.targets)
+    if n >= _FEW:
+        return ""
+    low, high = gain.interval
+    return (
+        f"{n:.0f} validation examples are few: the gain on the network is {gain.mean:.3f} nats per example with a 95 % "
+        f"interval from {low:.3f} to {high:.3f}. Give a few hundred."
+    )
+
+
+def _missing_classes(held_out: HeldOut) -> str:
+    likelihood, y = held_out.likelihood, held_out.targets
+    if held_out.weights is not None:
+        y = y[held_out.weights > 0]
+    if isinstance(likelihood, Multilabel) and not likelihood.pairs:
+        constant = (y.amin(0) == y.amax(0)).nonzero().flatten().tolist()
+        if not constant:
+            return ""
+        which = "the label is the same" if y.shape[1] == 1 else f"labels {_listed(constant)} are the same"
+        return f"{which} for all validation examples: nothing is known there about the other one."
+    if not isinstance(likelihood, OneOfSeveral):
+        return ""
+    f = torch.zeros(1, held_out.posterior.fit.n_outputs, dtype=torch.float64, device=y.device)
+    classes = likelihood.inverse_link(f).shape[1]
+    missing = sorted({*range(classes)} - {*y.unique().tolist()})
+    if not missing:
+        return ""
+    return (
+        f"{len(missing)} of {classes} classes are missing from the validation data: {_listed(missing)}. Their "
+        "probabilities are calibrated by the other classes alone."
+    )
+
+
+def _other_units(held_out: HeldOut) -> str:
+    here, there = _residual(held_out.data), _residual(held_out.posterior.fit.data)
+    noise = float(held_out.posterior.sigma)
+    if here is None or there is None or here <= _OTHER_UNITS * max(there, noise):
+        return ""
+    return (
+        f"the residuals on val_loader have a standard deviation of {here:.3g}, in training it was {there:.3g}, and the "
+        f"noise was {noise:.3g}. Are the labels in the units that the network was trained on?"
+    )
+
+
+def _residual(data: Mapping[str, Tensor]) -> float | None:
+    """Return the standard deviation of a regression's residuals, from its sums."""
+    if "count" not in data:
+        return None
+    return math.sqrt(2 * float(data["loss"]) / float(data["count"]))
+
+
+def _listed(numbers: list[int]) -> str:
+    shown, rest = ", ".join(map(str, numbers[:_LISTED])), len(numbers) - _LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown
