@@ -53,6 +53,7 @@ def tune(
     *names: str,
     method: str | Method | Callable[[Problem], Tuned] = "evidence",
     prior_structure: str | None = None,
+    train_loader: Iterable[Any] | None = None,
     val_loader: Iterable[Any] | None = None,
     loss: Any = None,
     ood_loader: Any = None,
@@ -114,9 +115,10 @@ def tune(
     kinds, progress_bar = result.names_of(names, la.prior), flag(progress_bar, "progress_bar")
     scoring = {
         "val_loader": val_loader, "loss": loss, "ood_loader": ood_loader, "ood_weight": ood_weight, "bounds": bounds,
-        "pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples,
+        "pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples, "train_loader": train_loader,
+        "seed": seed,
     }  # fmt: skip
-    given = scoring | {"grid_size": grid_size, "evaluations": evaluations, "seed": seed, "n_steps": n_steps}
+    given = scoring | {"grid_size": grid_size, "evaluations": evaluations, "n_steps": n_steps}
     usual = {name: p.default for name, p in inspect.signature(tune).parameters.items()}
     name, how = methods.method_of(method, given, usual)
     groups = choice(how.prior_structure if prior_structure is None else prior_structure, GROUPS, "prior_structure")

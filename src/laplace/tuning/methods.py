@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -35,11 +36,13 @@ class Method(ABC):
     Attributes:
         options: the keywords of `la.tune` that the constructor takes, where it is asked for by name.
         scored: whether it looks at validation data: whether val_loader=, loss=, bounds= and the like are for it.
+        scoring: which of these it uses, where it looks at other data.
         prior_structure: which one is tuned where none is named.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
     scored: ClassVar[bool] = True
+    scoring: ClassVar[tuple[str, ...]] = ()
     prior_structure: ClassVar[str] = "scalar"
 
     @abstractmethod
@@ -96,6 +99,23 @@ class ByValidation(Method):
         return search.found("validation")
 
 
+class ByLeaveOneOut(Method):
+    """The search of 'validation', with leave-one-out predictions of the training data as the score."""
+
+    options = ("grid_size",)
+    scored = False
+    scoring = ("train_loader", "seed", "loss", "link_approx", "n_samples", "bounds")
+
+    def __init__(self, grid_size: int = 21) -> None:
+        self.grid_size = grid_size
+
+    def tune(self, problem: Problem) -> Tuned:
+        search = problem.search(self.grid_size, left_out=True)
+        search.descend()
+        found = search.found("loo")
+        return replace(found, notes=(*problem.notes, *found.notes))
+
+
 class ByBayesian(Method):
     """Bayesian optimisation of the validation score, with BoTorch."""
 
@@ -114,6 +134,7 @@ class ByBayesian(Method):
 
 METHODS: Final[dict[str, type[Method]]] = {
     "evidence": ByEvidence,
+    "loo": ByLeaveOneOut,
     "validation": ByValidation,
     "bayesian": ByBayesian,
 }
@@ -155,7 +176,7 @@ def method_of(value: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) ->
     if isinstance(value, Method) or (callable(value) and not hasattr(value, "value")):
         name = type(value).__name__ if isinstance(value, Method) else getattr(value, "__name__", "method")
         own = value if isinstance(value, Method) else Given(value)  # type: ignore[arg-type]
-        _refuse(name, SCORING if own.scored else (), given, usual)
+        _refuse(name, SCORING if own.scored else own.scoring, given, usual)
         return name, own
     word = str(getattr(value, "value", value))
     name = choice(_OTHER_NAMES.get(word, value), METHODS, "method")
@@ -165,7 +186,7 @@ def method_of(value: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) ->
 
 
 def _options(kind: type[Method]) -> tuple[str, ...]:
-    return kind.options + (SCORING if kind.scored else ())
+    return kind.options + (SCORING if kind.scored else kind.scoring)
 
 
 def _refuse(name: str, able: Sequence[str], given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:

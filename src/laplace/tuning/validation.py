@@ -55,22 +55,15 @@ class Validation:
 
     def _predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
         """Yield the predictive of one run under each posterior, handling as many together as fit into memory."""
-        fit = posteriors[0].fit
-        priors = [posterior.prior for posterior in posteriors]
-        scalar = all(isinstance(prior, GaussianPrior) and prior.precision.numel() == 1 for prior in priors)
-        step = self.budget.count(2 * fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
         jacobian = None if self.how.pred_type == "nn" else forward.jacobian()
-        for start in range(0, len(posteriors), step):
-            part = posteriors[start : start + step]
-            if len(part) < len(posteriors) or not scalar:
-                part = [replace(posterior) for posterior in part]  # copies: Gaussians are not kept between batches
+        for part in in_parts(posteriors, self.budget):
             if jacobian is None:
                 yield from (self._sampled(posterior, forward) for posterior in part)
             else:
                 yield from self._linearised(part, forward.outputs, jacobian)
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
-        draws = Draws(self.how.n_samples, _seeded(forward.outputs))
+        draws = Draws(self.how.n_samples, seeded(forward.outputs))
         samples = sampled(posterior, lambda: [forward], draws, exact=True)
         p = posterior.fit.likelihood.inverse_link(samples).mean(0) if self.how.link else None
         return OutputSamples(samples), p
@@ -89,7 +82,7 @@ class Validation:
             else:
                 times = partial(posterior.gaussian.product, jacobian)
                 outputs = OutputGaussian(f, next(variances), times=times)
-            draws = Draws(how.n_samples, _seeded(f))
+            draws = Draws(how.n_samples, seeded(f))
             yield outputs, None if link is None else through_link(link, outputs, draws)[0]
 
 
@@ -118,5 +111,18 @@ class Runs:
         self.kept = kept or None
 
 
-def _seeded(like: Tensor) -> torch.Generator:
+def in_parts(posteriors: Sequence[Posterior], budget: Budget) -> Iterator[Sequence[Posterior]]:
+    """Yield as many posteriors at a time as their Gaussians fit into memory."""
+    priors = [posterior.prior for posterior in posteriors]
+    scalar = all(isinstance(prior, GaussianPrior) and prior.precision.numel() == 1 for prior in priors)
+    step = budget.count(2 * posteriors[0].fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
+    for start in range(0, len(posteriors), step):
+        part = posteriors[start : start + step]
+        if len(part) < len(posteriors) or not scalar:
+            part = [replace(posterior) for posterior in part]  # copies: Gaussians are not kept between batches
+        yield part
+
+
+def seeded(like: Tensor) -> torch.Generator:
+    """Return a generator that gives the same random numbers at every call."""
     return torch.Generator(like.device).manual_seed(0)
