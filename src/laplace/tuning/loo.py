@@ -29,7 +29,7 @@ from laplace.linalg.symmetric import spectrum
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.outputs import OutputGaussian
 from laplace.tuning.scores import How, Tally
-from laplace.tuning.validation import Labelled, Runs, in_parts, seeded
+from laplace.tuning.validation import Labelled, Runs, in_parts
 
 LARGEST_LEVERAGE: Final = 1 - 1e-4  # eigenvalues of R^T S R above it are taken as this
 MOST_EXAMPLES: Final = 5_000
@@ -63,7 +63,8 @@ class LeaveOneOut:
         link = self.how.approximation
         if link is None:
             return None
-        return through_link(link, outputs, Draws(self.how.n_samples, seeded(outputs.mean)))[0]
+        generator = torch.Generator(outputs.mean.device).manual_seed(0)  # the same draws for all posteriors
+        return through_link(link, outputs, Draws(self.how.n_samples, generator))[0]
 
 
 def predictions(

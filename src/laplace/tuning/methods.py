@@ -23,6 +23,7 @@ import torch
 from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
 from laplace.errors import OptionError
 from laplace.priors.gaussian import GaussianPrior
+from laplace.tuning.auto import auto
 from laplace.tuning.bayesian import bayesian_search
 from laplace.tuning.evidence import maximise_evidence
 from laplace.tuning.problem import SCORING, Problem
@@ -65,6 +66,7 @@ class ByEvidence(Method):
 
     options = ("n_steps",)
     scored = False
+    scoring = ("train_loader",)
 
     def __init__(self, n_steps: int = 100, start: float = 1.0, verbose: bool = False) -> None:
         self.n_steps, self.start, self.verbose = n_steps, start, verbose
@@ -116,6 +118,23 @@ class ByLeaveOneOut(Method):
         return replace(found, notes=(*problem.notes, *found.notes))
 
 
+class ByAuto(Method):
+    """The evidence, of a regression with the noise of its residuals, held by a look at the training data."""
+
+    options = ("n_steps",)
+    scored = False
+    scoring = ("train_loader", "seed")
+
+    def __init__(self, n_steps: int = 100) -> None:
+        self.n_steps = n_steps
+
+    def tune(self, problem: Problem) -> Tuned:
+        if "temperature" in problem.kinds and problem.training_data is not None:
+            why = "leave-one-out was taken: the evidence has no optimum in the temperature."
+            return replace(found := ByLeaveOneOut().tune(problem), notes=(*found.notes, why))
+        return auto(problem, ByEvidence(self.n_steps).tune)
+
+
 class ByBayesian(Method):
     """Bayesian optimisation of the validation score, with BoTorch."""
 
@@ -133,6 +152,7 @@ class ByBayesian(Method):
 
 
 METHODS: Final[dict[str, type[Method]]] = {
+    "auto": ByAuto,
     "evidence": ByEvidence,
     "loo": ByLeaveOneOut,
     "validation": ByValidation,

@@ -147,8 +147,9 @@ class Problem:
             if most < loo.MOST_EXAMPLES:
                 runner.warn_once(
                     "loo sample",
-                    f"leave-one-out is {self.notes[-1]} With {fit.n_outputs} outputs an example costs {fit.n_outputs}^3 "
-                    "multiplications for each posterior; another seed= shows how much the sample matters.",
+                    f"leave-one-out is {self.notes[-1]} With {fit.n_outputs} outputs an example costs "
+                    f"{fit.n_outputs}^3 multiplications for each posterior; another seed= shows how much the sample "
+                    "matters.",
                 )
         progress = self.scoring.progress_bar
         runs = partial(sample.runs, runner, self.la.posterior, "training", progress)

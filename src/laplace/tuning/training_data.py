@@ -40,8 +40,8 @@ class Sample:
     def __post_init__(self) -> None:
         if isinstance(self.loader, Iterator):
             raise InputError(
-                f"train_loader is a {type(self.loader).__name__}, which can be read once, and tuning reads it more than "
-                "once. Give a DataLoader or a list of batches."
+                f"train_loader is a {type(self.loader).__name__}, which can be read once, and tuning reads it more "
+                "than once. Give a DataLoader or a list of batches."
             )
 
     def batches(self, runner: Runner, what: str, progress_bar: bool = False) -> Iterator[Batch]:
@@ -54,6 +54,17 @@ class Sample:
             yield batch
             if left <= 0:
                 return
+
+    def reading(self) -> Iterable[Any]:
+        """Return whole batches as `fit` takes them, with about `most` examples in all."""
+        loader = self.loader
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            return self._source()[0]
+        if isinstance(loader, Sequence) and len(loader):
+            total = sum(_length(batch) for batch in loader)
+            count = max(1, min(len(loader), round(len(loader) * self.most / max(total, 1))))
+            return [loader[i] for i in torch.linspace(0, len(loader) - 1, count).round().long().tolist()]
+        return _first(loader, self.most)
 
     def runs(self, runner: Runner, posterior: Posterior, what: str, progress_bar: bool = False) -> Labelled:
         """Yield runs of the network on the sample, with their labels."""
@@ -69,11 +80,11 @@ class Sample:
             if indices is not None:
                 return (loader if len(indices) <= self.most else self._drawn(loader, indices)), self.most
         if isinstance(loader, Sequence) and len(loader):
-            count = min(len(loader), _BATCHES)
+            count = min(len(loader), _BATCHES, self.most)
             total = sum(_length(batch) for batch in loader)
             if total > self.most:
                 where = torch.linspace(0, len(loader) - 1, count).round().long().tolist()
-                return [loader[i] for i in where], -(-self.most // count)
+                return [loader[i] for i in where], self.most // count
         return loader, self.most
 
     def _drawn(self, loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
@@ -112,6 +123,18 @@ def _some(batch: Batch, most: int) -> Batch:
         return batch
     index = torch.linspace(0, n - 1, most).round().long()
     return replace(batch.at(index.to(batch.y.device)), inputs=batch.inputs.at(index))
+
+
+def _first(loader: Iterable[Any], most: int) -> list[Any]:
+    """Return the first batches, until there are `most` examples."""
+    found: list[Any] = []
+    left = most
+    for batch in loader:
+        found.append(batch)
+        left -= _length(batch)
+        if left <= 0:
+            break
+    return found
 
 
 def _length(batch: Any) -> int:

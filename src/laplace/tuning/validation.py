@@ -43,17 +43,17 @@ class Validation:
         tallies = [Tally(self.how, posterior.fit.likelihood) for posterior in posteriors]
         for forward, targets in self.inside:
             for tally, posterior, prediction in zip(
-                tallies, posteriors, self._predictions(posteriors, forward), strict=True
+                tallies, posteriors, self.predictions(posteriors, forward), strict=True
             ):
                 tally.add(prediction, targets, posterior.sigma)
         for forward, _ in self.outside or ():
             for tally, posterior, prediction in zip(
-                tallies, posteriors, self._predictions(posteriors, forward), strict=True
+                tallies, posteriors, self.predictions(posteriors, forward), strict=True
             ):
                 tally.add_outside(prediction, posterior.sigma)
         return torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
 
-    def _predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
+    def predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
         """Yield the predictive of one run under each posterior, handling as many together as fit into memory."""
         jacobian = None if self.how.pred_type == "nn" else forward.jacobian()
         for part in in_parts(posteriors, self.budget):
@@ -63,7 +63,7 @@ class Validation:
                 yield from self._linearised(part, forward.outputs, jacobian)
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
-        draws = Draws(self.how.n_samples, seeded(forward.outputs))
+        draws = Draws(self.how.n_samples, _seeded(forward.outputs))
         samples = sampled(posterior, lambda: [forward], draws, exact=True)
         p = posterior.fit.likelihood.inverse_link(samples).mean(0) if self.how.link else None
         return OutputSamples(samples), p
@@ -82,7 +82,7 @@ class Validation:
             else:
                 times = partial(posterior.gaussian.product, jacobian)
                 outputs = OutputGaussian(f, next(variances), times=times)
-            draws = Draws(how.n_samples, seeded(f))
+            draws = Draws(how.n_samples, _seeded(f))
             yield outputs, None if link is None else through_link(link, outputs, draws)[0]
 
 
@@ -123,6 +123,5 @@ def in_parts(posteriors: Sequence[Posterior], budget: Budget) -> Iterator[Sequen
         yield part
 
 
-def seeded(like: Tensor) -> torch.Generator:
-    """Return a generator that gives the same random numbers at every call."""
+def _seeded(like: Tensor) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(0)
