@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("tuning",),
     ("checkpoints", "evaluation"),
     ("laplace",),
-    ("online", "preview", "layers", "testing"),
+    ("online", "preview", "comparison", "layers", "testing"),
     ("compat",),
     ("utils",),
     ("__init__",),

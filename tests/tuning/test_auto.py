@@ -98,7 +98,7 @@ def test_without_training_data_the_evidence_is_taken_and_that_is_said(tmp_path):
     model, training, _ = overfitted()
     la = Laplace(model, "classification").fit([training])
     la.save(tmp_path / "la")
-    others = [Laplace.load(tmp_path / "la", model), copy.deepcopy(la), pickle.loads(pickle.dumps(la)), copy.copy(la)]
+    others = [Laplace.load(tmp_path / "la", model), copy.deepcopy(la), pickle.loads(pickle.dumps(la)), copy.copy(la)]  # noqa: S301
     others += [Laplace(model, "classification").fit(iter([training])), sum([la, la])]
     for other in others:
         assert other.training_data is None

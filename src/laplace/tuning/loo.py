@@ -52,22 +52,24 @@ class LeaveOneOut:
         """Return the score of each posterior: the mean negative log-likelihood, or the loss."""
         tallies = [Tally(self.how, posterior.fit.likelihood) for posterior in posteriors]
         for forward, targets in self.runs:
-            outputs = predictions(posteriors, forward, targets, self.budget)
-            for tally, posterior, left_out in zip(tallies, posteriors, outputs, strict=True):
-                tally.add((left_out, self.linked(left_out)), targets, posterior.sigma)
+            predicted = self.predictions(posteriors, forward, targets)
+            for tally, posterior, prediction in zip(tallies, posteriors, predicted, strict=True):
+                tally.add(prediction, targets, posterior.sigma)
         scores = torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
         return torch.where(scores.isfinite(), scores, _WORST) if scores.isfinite().any() else scores
 
-    def linked(self, outputs: OutputGaussian) -> Tensor | None:  # (N, K)
-        """Return the mean through the link; None where outputs stand for themselves."""
+    def predictions(
+        self, posteriors: Sequence[Posterior], forward: Forward, targets: Targets
+    ) -> Iterator[tuple[OutputGaussian, Tensor | None]]:
+        """Yield the leave-one-out predictive of a run under each posterior, and its mean through the link if any."""
         link = self.how.approximation
-        if link is None:
-            return None
-        generator = torch.Generator(outputs.mean.device).manual_seed(0)  # the same draws for all posteriors
-        return through_link(link, outputs, Draws(self.how.n_samples, generator))[0]
+        for outputs in left_out(posteriors, forward, targets, self.budget):
+            generator = torch.Generator(outputs.mean.device).manual_seed(0)  # the same draws for all posteriors
+            draws = Draws(self.how.n_samples, generator)
+            yield outputs, None if link is None else through_link(link, outputs, draws)[0]
 
 
-def predictions(
+def left_out(
     posteriors: Sequence[Posterior], forward: Forward, targets: Targets, budget: Budget
 ) -> Iterator[OutputGaussian]:
     """Yield N(f_-n, S_-n) of each example of a run, under each posterior."""
