@@ -592,3 +592,39 @@ def weighted_at_positions(
     w, f, jac, y = w[counted], f[counted], jac[counted], y[counted]
     h = torch.einsum("n,ncp,ncd,ndq->pq", w, jac, fisher(task, f), jac)
     return h, (w * log_probs(task, f, y)).sum()
+
+
+def linear_regression(x: Tensor, y: Tensor, delta: float, sigma: float) -> tuple[Tensor, Tensor]:
+    """The posterior mean (D, C) of the weights of y = x w + noise, and their covariance (D, D), the same per output."""
+    precision = x.T @ x / sigma**2 + delta * torch.eye(x.shape[1], dtype=x.dtype)
+    return torch.linalg.solve(precision, x.T @ y / sigma**2), torch.linalg.inv(precision)
+
+
+def refits(x: Tensor, y: Tensor, delta: float, sigma: float) -> tuple[Tensor, Tensor]:
+    """Mean (N, C) and variance (N,) of each example's outputs in a linear regression on all the others: N fits."""
+    means, variances = [], []
+    for n in range(len(x)):
+        others = torch.arange(len(x)) != n
+        w, covariance = linear_regression(x[others], y[others], delta, sigma)
+        means.append(x[n] @ w)
+        variances.append(x[n] @ covariance @ x[n])
+    return torch.stack(means), torch.stack(variances)
+
+
+def without_example(
+    jac: Tensor,  # (N, C, P)
+    precision: Tensor,  # (P, P), of the posterior with all examples
+    f: Tensor,  # (N, C)
+    lam: Tensor,  # (N, C, C), of each example as the posterior counts it: with noise, temperature and weight
+    gradient: Tensor,  # (N, C), of its negative log-likelihood, counted likewise
+) -> tuple[Tensor, Tensor]:
+    """Mean (N, C) and covariance (N, C, C) of each example's outputs, after one Newton step without it.
+
+    The example's curvature is taken from the precision, and its gradient from that of the loss, which was zero.
+    """
+    means, covariances = [], []
+    for j, fn, ln, gn in zip(jac, f, lam, gradient, strict=True):
+        left = torch.linalg.inv(precision - j.T @ ln @ j)
+        means.append(fn + j @ (left @ (j.T @ gn)))
+        covariances.append(j @ left @ j.T)
+    return torch.stack(means), torch.stack(covariances)

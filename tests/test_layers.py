@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("tuning",),
     ("checkpoints",),
     ("laplace",),
-    ("online", "preview", "layers", "testing"),
+    ("online", "preview", "comparison", "layers", "testing"),
     ("compat",),
     ("utils",),
     ("__init__",),

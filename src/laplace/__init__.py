@@ -20,6 +20,7 @@ from laplace import tuning as tuning
 from laplace import utils as utils
 from laplace import weights as weights
 from laplace._version import __version__ as __version__
+from laplace.comparison import compare
 from laplace.compat.enums import Curvature as Curvature
 from laplace.compat.enums import FeatureReduction as FeatureReduction
 from laplace.compat.enums import HessianStructure as HessianStructure
@@ -50,6 +51,7 @@ __all__ = [
     "Likelihood",
     "Ordinal",
     "Prediction",
+    "compare",
     "from_log_prob",
     "marglik_training",
     "plan",

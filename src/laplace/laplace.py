@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -181,6 +181,7 @@ class Laplace:
         )
         self.runner = Runner(model, spec, flag(enable_backprop, "enable_backprop"))
         self._fit: Fit | None = None
+        self._training_data: Iterable[Any] | None = None
         self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
         self._temperature = one_positive(temperature, "temperature")
         self._softmax_temperature = self._take_softmax_temperature(softmax_temperature)
@@ -369,6 +370,8 @@ class Laplace:
             generator=generator,
             journal=journal,
         )
+        known = before is None and not isinstance(train_loader, Iterator)
+        self._training_data = train_loader if known else None
         return self
 
     @plainly
@@ -423,6 +426,14 @@ class Laplace:
     def is_fitted(self) -> bool:
         """Whether the posterior has seen data."""
         return self._fit is not None
+
+    @property
+    def training_data(self) -> Iterable[Any] | None:
+        """What `fit` was given, for tuning; a reference, which is not in files, pickles and copies.
+
+        None if it was an iterator, or was added to earlier data.
+        """
+        return self._training_data
 
     @property
     def n_outputs(self) -> int:
@@ -519,7 +530,7 @@ class Laplace:
         softmax_temperature = self._take_softmax_temperature(found.softmax_temperature)
         self._sigma, self._temperature = self._take_noise(found.sigma_noise), temperature
         self._softmax_temperature = softmax_temperature
-        self._fit, self._prior = found.fit, found.prior
+        self._fit, self._prior, self._training_data = found.fit, found.prior, None
         self.runner.adopt(found.weights)
 
     def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
@@ -609,7 +620,8 @@ class Laplace:
         return summary(self.runner, posterior, self._prior, self.sigma_noise, *temperatures)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"runner": copy.copy(self.runner)}  # a copy learns about its network by itself
+        own = {"runner": copy.copy(self.runner), "_training_data": None}  # a copy learns about its network by itself
+        return self.__dict__ | own
 
     def _with(self, fit: Fit) -> Self:
         out = copy.copy(self)

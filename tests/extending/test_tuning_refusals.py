@@ -53,8 +53,8 @@ def test_what_a_problem_tells(la):
     ("method", "options", "message"),
     [
         (Stay, {}, r"method=Stay is a class; give an object: Stay\(\)"),
-        ("stray", {}, r"method='stray' is not an option. Valid: 'evidence', 'validation', 'bayesian'"),
-        (Stay(), {"n_steps": 3}, r"n_steps= goes with method='evidence'; 'Stay' has no use for it"),
+        ("stray", {}, r"method='stray' is not an option. Valid: 'auto', 'evidence', 'loo', 'validation', 'bayesian'"),
+        (Stay(), {"n_steps": 3}, r"n_steps= goes with method='auto' or 'evidence'; 'Stay' has no use for it"),
         (Quiet(), {"bounds": {"prior_precision": (1, 2)}}, r"bounds= goes with .*; 'Quiet' has no use for it"),
         (lambda problem: 3, {}, r"returned 3; a laplace.tuning.Tuned is needed"),
         (lambda problem: problem.tuned("idle"), {}, r"'idle' has seen no point"),

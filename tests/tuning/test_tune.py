@@ -203,14 +203,18 @@ BAD = [
     ({"ood_weight": 0.7}, OptionError, "ood_weight=0.7 goes with ood_loader="),
     ({"loss": lambda p, y: torch.ones(())}, NumericalError, r"score is 1 at all 21 values of prior precision.*nothing"),
     ({"prior_structure": "diag"}, UnsupportedError, "'scalar' or 'layerwise'"),
-    ({"method": "adam"}, OptionError, "'evidence', 'validation', 'bayesian'"),
+    ({"method": "adam"}, OptionError, "'auto', 'evidence', 'loo', 'validation', 'bayesian'"),
     ({"method": "evidence"}, OptionError, "val_loader= goes with method='validation' or 'bayesian'"),
-    ({"method": "evidence", "val_loader": None, "bounds": {}}, OptionError, "bounds= goes with method='validation'"),
+    (
+        {"method": "evidence", "val_loader": None, "bounds": {}},
+        OptionError,
+        "bounds= goes with method='loo' or 'validation'",
+    ),
     ({"method": "evidence", "val_loader": None, "grid_size": 7}, OptionError, "grid_size= goes with"),
     ({"method": "evidence", "val_loader": None, "pred_type": "nn"}, OptionError, "pred_type= goes with"),
-    ({"n_steps": 3}, OptionError, "n_steps= goes with method='evidence'; 'validation' has no use for it"),
+    ({"n_steps": 3}, OptionError, "n_steps= goes with method='auto' or 'evidence'; 'validation' has no use for it"),
     ({"evaluations": 3}, OptionError, "evaluations= goes with method='bayesian'"),
-    ({"seed": 3}, OptionError, "seed= goes with method='bayesian'"),
+    ({"seed": 3}, OptionError, "seed= goes with method='auto' or 'loo' or 'bayesian'"),
 ]
 
 

@@ -63,6 +63,7 @@ class Likelihood(Response):
         name: The name used in options and messages.
         has_noise: Whether there is a `sigma_noise`.
         has_logits: Whether the outputs are logits, which a `softmax_temperature` may divide in predictions.
+        tunes_noise: Whether `la.tune()` sets it unless told what to tune.
         hessian_is_fisher: Whether -d2 log p / df2 equals Lambda for every y.
         pairs: Whether one example is a pair of inputs.
         ignored: The label of a position that does not count.
@@ -72,6 +73,7 @@ class Likelihood(Response):
     name: ClassVar[str]
     has_noise: ClassVar[bool] = False
     has_logits: ClassVar[bool] = False
+    tunes_noise: ClassVar[bool] = False
     hessian_is_fisher: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
     ignored: int | None = None

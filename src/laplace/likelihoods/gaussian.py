@@ -35,6 +35,7 @@ class Gaussian(Likelihood):
 
     name = "regression"
     has_noise = True
+    tunes_noise = True
     joint = True
 
     def __init__(self, per_output: Any = None) -> None:
@@ -156,6 +157,7 @@ class GivenNoise(Gaussian):
     """
 
     name = "given_noise"
+    tunes_noise = False  # sigma multiplies a noise that is known
     further = ("noise",)
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link
 from laplace.tuning import methods, result
+from laplace.tuning.auto import looked_at
 from laplace.tuning.methods import ByEvidence, Method
 from laplace.tuning.problem import Problem, Scoring, how_scored, search_of, validation_of
 from laplace.tuning.result import KINDS, Tuned
@@ -53,8 +54,9 @@ def tune(
     la: Tunable,
     /,
     *names: str,
-    method: str | Method | Callable[[Problem], Tuned] = "evidence",
+    method: str | Method | Callable[[Problem], Tuned] = "auto",
     prior_structure: str | None = None,
+    train_loader: Iterable[Any] | None = None,
     val_loader: Iterable[Any] | None = None,
     loss: Any = None,
     ood_loader: Any = None,
@@ -69,24 +71,31 @@ def tune(
     n_steps: int = 100,
     progress_bar: bool = False,
 ) -> Tuned:
-    """Set some of 'prior_precision' (the default), 'sigma_noise' and 'temperature', and return what was found.
+    """Set some of 'prior_precision', 'sigma_noise' and 'temperature', and return what was found.
 
-    A prior of another kind is tuned by the names of its hyperparameters, as 'scale' of a Student-t (its default), by
-    evidence only.
+    Without names it tunes the prior precision, and for regression the noise with it. A prior of another kind is tuned
+    by the names of its hyperparameters, as 'scale' of a Student-t (its default), by evidence only.
 
-    Three methods. 'evidence': damped Newton on the log evidence; no data is needed, and there is no temperature.
-    'validation': the lowest score on `val_loader` within `bounds`: a grid of all that is tuned, and the way down
-    from its best basins. 'bayesian': the same score by Bayesian optimisation with BoTorch.
+    Without validation data: 'auto' (the default) maximises the evidence and looks at a sample of the training data;
+    where the posterior makes the network worse there, it takes a narrower one, and the result says so. 'evidence':
+    damped Newton on the log evidence, with a warning where the look finds harm. 'loo': the lowest negative
+    log-likelihood of leave-one-out predictions of the training data; it ends near the network itself where the whole
+    network was trained on the same data.
+
+    With validation data: 'validation': the lowest score on `val_loader` within `bounds`: a grid of all that is tuned,
+    and the way down from its best basins. 'bayesian': the same score by Bayesian optimisation with BoTorch.
 
     The score is the predictive negative log-likelihood or `loss`; with `ood_loader`, minus `ood_weight` times the
     mean entropy of the predictive there.
 
     Args:
         *names: which to tune.
-        method: 'evidence', 'validation' or 'bayesian', a name of `laplace.tuning.register_method`, an object of a
-            class that inherits `laplace.tuning.Method`, or a function of a `laplace.tuning.Problem`.
+        method: 'auto', 'evidence', 'loo', 'validation' or 'bayesian', a name of `laplace.tuning.register_method`, an
+            object of a class that inherits `laplace.tuning.Method`, or a function of a `laplace.tuning.Problem`.
         prior_structure: 'scalar', one precision for all weights; 'layerwise', one per tensor (if left out, for
             'bayesian'); or 'diag', one per weight, by evidence only.
+        train_loader: of 'auto', 'evidence' and 'loo', the data of `fit`, where that is not known any more (an
+            iterator, a file); `la.training_data` if left out.
         val_loader: of validation, batches (x, y) that were not trained on.
         loss: a callable of (probabilities, y) or (mean, variance, y) that returns a mean, lower being better, or a
             metric object, which may say `higher_is_better`.
@@ -96,10 +105,10 @@ def tune(
         link_approx: of the predictions that are scored.
         n_samples: of the predictions that are scored; drawn numbers are the same at every point.
         bounds: (low, high) for each of the three, where other than the usual ones are wanted.
-        grid_size: of 'validation' and 'bayesian', values in the first grid.
+        grid_size: of 'loo', 'validation' and 'bayesian', values in the first grid.
         evaluations: of 'bayesian', points looked at after a grid of common values.
-        seed: of 'bayesian', what it draws from.
-        n_steps: of 'evidence', steps at most.
+        seed: of 'bayesian', what it draws from; of 'loo' and 'auto', which examples of large data are scored.
+        n_steps: of 'evidence' and 'auto', steps at most.
         progress_bar: whether runs over the loaders show one.
 
     Returns:
@@ -113,18 +122,22 @@ def tune(
         NumericalError: scores or evidences that are not finite.
         ImportError: 'bayesian' without BoTorch.
     """
-    kinds, progress_bar = result.names_of(names, la.prior), flag(progress_bar, "progress_bar")
+    noise = la.runner.spec.likelihood.tunes_noise
+    kinds, progress_bar = result.names_of(names, la.prior, noise), flag(progress_bar, "progress_bar")
     scoring = {
         "val_loader": val_loader, "loss": loss, "ood_loader": ood_loader, "ood_weight": ood_weight, "bounds": bounds,
-        "pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples,
+        "pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples, "train_loader": train_loader,
+        "seed": seed,
     }  # fmt: skip
-    given = scoring | {"grid_size": grid_size, "evaluations": evaluations, "seed": seed, "n_steps": n_steps}
+    given = scoring | {"grid_size": grid_size, "evaluations": evaluations, "n_steps": n_steps}
     usual = {name: p.default for name, p in inspect.signature(tune).parameters.items()}
     name, how = methods.method_of(method, given, usual)
     groups = choice(how.prior_structure if prior_structure is None else prior_structure, GROUPS, "prior_structure")
     problem = Problem(la, kinds, groups, Scoring(**scoring, progress_bar=progress_bar))
     with torch.no_grad():
         tuned = how.tune(problem)
+        if name in ("evidence", "loo"):
+            tuned = looked_at(problem, tuned)
     if not isinstance(tuned, Tuned):
         raise OptionError(
             f"method {name!r} returned {shown(tuned)}; a laplace.tuning.Tuned is needed: problem.tuned({name!r})."
@@ -187,7 +200,7 @@ def optimize_prior_precision(
     """
     verbose, progress_bar = flag(verbose, "verbose"), flag(progress_bar, "progress_bar")
     tune_sigma_noise = flag(tune_sigma_noise, "tune_sigma_noise")
-    kinds = [*result.names_of((), la.prior)] + ["sigma_noise"] * tune_sigma_noise
+    kinds = [*result.names_of((), la.prior, False)] + ["sigma_noise"] * tune_sigma_noise
     groups = choice(prior_structure, GROUPS, "prior_structure")
     if method_named(method) == "marglik":
         start = float(positive(init_prior_prec, "init_prior_prec").double().log().mean().exp())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
 from laplace.errors import OptionError
 from laplace.priors.gaussian import GaussianPrior
+from laplace.tuning.auto import auto
 from laplace.tuning.bayesian import bayesian_search
 from laplace.tuning.evidence import maximise_evidence
 from laplace.tuning.problem import SCORING, Problem
@@ -35,11 +37,13 @@ class Method(ABC):
     Attributes:
         options: the keywords of `la.tune` that the constructor takes, where it is asked for by name.
         scored: whether it looks at validation data: whether val_loader=, loss=, bounds= and the like are for it.
+        scoring: which of these it uses, where it looks at other data.
         prior_structure: which one is tuned where none is named.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
     scored: ClassVar[bool] = True
+    scoring: ClassVar[tuple[str, ...]] = ()
     prior_structure: ClassVar[str] = "scalar"
 
     @abstractmethod
@@ -62,6 +66,7 @@ class ByEvidence(Method):
 
     options = ("n_steps",)
     scored = False
+    scoring = ("train_loader",)
 
     def __init__(self, n_steps: int = 100, start: float = 1.0, verbose: bool = False) -> None:
         self.n_steps, self.start, self.verbose = n_steps, start, verbose
@@ -96,6 +101,40 @@ class ByValidation(Method):
         return search.found("validation")
 
 
+class ByLeaveOneOut(Method):
+    """The search of 'validation', with leave-one-out predictions of the training data as the score."""
+
+    options = ("grid_size",)
+    scored = False
+    scoring = ("train_loader", "seed", "loss", "link_approx", "n_samples", "bounds")
+
+    def __init__(self, grid_size: int = 21) -> None:
+        self.grid_size = grid_size
+
+    def tune(self, problem: Problem) -> Tuned:
+        search = problem.search(self.grid_size, left_out=True)
+        search.descend()
+        found = search.found("loo")
+        return replace(found, notes=(*problem.notes, *found.notes))
+
+
+class ByAuto(Method):
+    """The evidence, of a regression with the noise of its residuals, held by a look at the training data."""
+
+    options = ("n_steps",)
+    scored = False
+    scoring = ("train_loader", "seed")
+
+    def __init__(self, n_steps: int = 100) -> None:
+        self.n_steps = n_steps
+
+    def tune(self, problem: Problem) -> Tuned:
+        if "temperature" in problem.kinds and problem.training_data is not None:
+            why = "leave-one-out was taken: the evidence has no optimum in the temperature."
+            return replace(found := ByLeaveOneOut().tune(problem), notes=(*found.notes, why))
+        return auto(problem, ByEvidence(self.n_steps).tune)
+
+
 class ByBayesian(Method):
     """Bayesian optimisation of the validation score, with BoTorch."""
 
@@ -113,7 +152,9 @@ class ByBayesian(Method):
 
 
 METHODS: Final[dict[str, type[Method]]] = {
+    "auto": ByAuto,
     "evidence": ByEvidence,
+    "loo": ByLeaveOneOut,
     "validation": ByValidation,
     "bayesian": ByBayesian,
 }
@@ -155,7 +196,7 @@ def method_of(value: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) ->
     if isinstance(value, Method) or (callable(value) and not hasattr(value, "value")):
         name = type(value).__name__ if isinstance(value, Method) else getattr(value, "__name__", "method")
         own = value if isinstance(value, Method) else Given(value)  # type: ignore[arg-type]
-        _refuse(name, SCORING if own.scored else (), given, usual)
+        _refuse(name, SCORING if own.scored else own.scoring, given, usual)
         return name, own
     word = str(getattr(value, "value", value))
     name = choice(_OTHER_NAMES.get(word, value), METHODS, "method")
@@ -165,7 +206,7 @@ def method_of(value: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) ->
 
 
 def _options(kind: type[Method]) -> tuple[str, ...]:
-    return kind.options + (SCORING if kind.scored else ())
+    return kind.options + (SCORING if kind.scored else kind.scoring)
 
 
 def _refuse(name: str, able: Sequence[str], given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, shown, unchanged, whole_number
+from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.predict import pred_type_named
 from laplace.inference.runner import Runner
-from laplace.inference.targets import counted
 from laplace.likelihoods import Targets
-from laplace.network.batches import Batch, prediction_batches
+from laplace.network.batches import prediction_batches
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
+from laplace.tuning import loo
+from laplace.tuning.loo import LeaveOneOut, sample_size
 from laplace.tuning.result import KINDS, Point, Tuned
 from laplace.tuning.scores import How, Tally
 from laplace.tuning.search import LARGEST_GRID, Search
 from laplace.tuning.space import Space
+from laplace.tuning.training_data import Sample, labelled
 from laplace.tuning.validation import Labelled, Validation
 
 _BOUNDS = {"prior_precision": (1e-4, 1e4), "sigma_noise": (1e-3, 1e3), "temperature": (1e-3, 1e3)}
@@ -54,10 +56,14 @@ class Scoring:
     link_approx: Any = None
     n_samples: int = 100
     bounds: Mapping[str, tuple[float, float]] | None = None
+    train_loader: Iterable[Any] | None = None
+    seed: int = 0
     progress_bar: bool = False
 
 
-SCORING: Final = tuple(name for name in Scoring.__dataclass_fields__ if name != "progress_bar")
+SCORING: Final = (
+    "val_loader", "loss", "ood_loader", "ood_weight", "pred_type", "link_approx", "n_samples", "bounds",
+)  # fmt: skip
 
 
 @dataclass
@@ -72,12 +78,14 @@ class Problem:
         kinds: what is tuned: some of 'prior_precision', 'sigma_noise' and 'temperature'.
         groups: 'scalar', 'layerwise' or 'diag'.
         scoring: how predictions are scored.
+        notes: what the result should say.
     """
 
     la: Posteriors
     kinds: Sequence[str]
     groups: str
     scoring: Scoring = field(default_factory=Scoring)
+    notes: list[str] = field(default_factory=list, init=False)
     _seen: list[tuple[Tensor, float]] = field(default_factory=list, init=False)
 
     @cached_property
@@ -117,6 +125,39 @@ class Problem:
         s = self.scoring
         return validation_of(self.la, self.how, s.val_loader, s.ood_loader, s.progress_bar, again=True)
 
+    @property
+    def training_data(self) -> Iterable[Any] | None:
+        """What the posterior was fitted to: `train_loader`, or what `fit` was given; None if neither is at hand."""
+        given = self.scoring.train_loader
+        return getattr(self.la, "training_data", None) if given is None else given
+
+    @cached_property
+    def leave_one_out(self) -> LeaveOneOut:
+        """The score of posteriors by leave-one-out predictions of the training data, or of a sample of it."""
+        loader, runner = self.training_data, self.la.runner
+        if loader is None:
+            raise OptionError(
+                "leave-one-out tuning reads the training data again, and there is none at hand: fit was given an "
+                "iterator or added to earlier data, or the posterior comes from a file or a copy. Give train_loader=."
+            )
+        fit, count = self.la.posterior.fit, len(self.space.kinds)
+        most = sample_size(fit.n_outputs, _expected_posteriors(len(set(self.space.kinds)), count))
+        sample = Sample(loader, most, whole_number(self.scoring.seed, "seed", 0, LARGEST))
+        if fit.n_data > most:
+            self.notes.append(
+                f"scored on {most:,} of {fit.n_data:,} training examples, drawn with seed {self.scoring.seed}."
+            )
+            if most < loo.MOST_EXAMPLES:
+                runner.warn_once(
+                    "loo sample",
+                    f"leave-one-out is {self.notes[-1]} With {fit.n_outputs} outputs an example costs "
+                    f"{fit.n_outputs}^3 multiplications for each posterior; another seed= shows how much the sample "
+                    "matters.",
+                )
+        progress = self.scoring.progress_bar
+        runs = partial(sample.runs, runner, self.la.posterior, "training", progress)
+        return LeaveOneOut(self.how, runs, runner.spec.budget)
+
     def evidence(self, x: Tensor) -> float:
         """Return the log evidence at a point; larger is better. Needs no data."""
         return float(self.space.at(x).log_evidence)
@@ -145,17 +186,18 @@ class Problem:
         points = tuple(Point.of(self.space.at(x), score) for x, score in self._seen)
         return Tuned(method, best, points, len(points) if steps is None else steps, len(points), converged=converged)
 
-    def search(self, grid_size: int) -> Search:
-        """Return a search over grids of `grid_size` values within `bounds`."""
+    def search(self, grid_size: int, left_out: bool = False) -> Search:
+        """Return a search over grids of `grid_size` values within `bounds`, by validation or leave-one-out scores."""
         _ = self.how  # refused before the network runs
         limits = bounds_of(self.scoring.bounds, self.kinds)
         size = whole_number(grid_size, "grid_size", 2, LARGEST_GRID)
         grids = {kind: torch.linspace(*limits[kind], size, dtype=torch.float64) for kind in KINDS}
-        return search_of(self, self.validation, grids, lambda kind, _: f"bounds={{{kind!r}: (low, high)}}")
+        scorer = self.leave_one_out if left_out else self.validation
+        return search_of(self, scorer, grids, lambda kind, _: f"bounds={{{kind!r}: (low, high)}}")
 
 
 def search_of(
-    problem: Problem, validation: Validation, grids: Mapping[str, Tensor], widen: Callable[[str, str], str]
+    problem: Problem, scorer: Validation | LeaveOneOut, grids: Mapping[str, Tensor], widen: Callable[[str, str], str]
 ) -> Search:
     """Return a search over these grids of logarithms, by kind."""
     if problem.groups == "diag":
@@ -169,7 +211,12 @@ def search_of(
             f"la.tune({own[0]!r}, method='evidence')."
         )
     space = problem.space
-    return Search(space, validation.scores, problem.start, [grids[kind] for kind in space.kinds], widen)
+    return Search(space, scorer.scores, problem.start, [grids[kind] for kind in space.kinds], widen)
+
+
+def _expected_posteriors(kinds: int, coordinates: int) -> int:
+    """Return about how many posteriors a search looks at."""
+    return {1: 21, 2: 169}.get(kinds, 343) + 30 * coordinates
 
 
 def how_scored(
@@ -209,19 +256,7 @@ def validation_of(
 def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:
     for batch in la.runner.batches(loader, progress_bar, "validation"):
         with within(f"validation batch {batch.index}"):
-            yield from _labelled(la, batch)
-
-
-def _labelled(la: Posteriors, batch: Batch) -> Labelled:
-    start, n = 0, len(batch.y)
-    for whole in la.runner.uncut(la.posterior.fit, batch.inputs):
-        stop = start + whole.positions.n
-        part = batch if n <= stop - start else batch.labels(start, stop)
-        run, targets = counted(whole, part, la.runner.spec.likelihood)
-        start = stop
-        yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
-    if start != n:
-        raise InputError(f"{n} labels for {start} inputs.")
+            yield from labelled(la.runner, la.posterior, batch)
 
 
 def _outside_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:

@@ -65,12 +65,15 @@ class Tuned:
     """The best point, all points in the order in which they were looked at, and what that took.
 
     Attributes:
-        method: 'evidence', 'validation', 'bayesian', or the name of a method of one's own.
-        best: the `Point` that was taken: of the largest log evidence, or of the smallest validation score.
+        method: which was taken: 'evidence'; 'guarded evidence', whose prior precision was raised until the posterior
+            did no harm; 'residuals and evidence', noise and prior of a regression by 'auto'; 'loo', 'validation',
+            'bayesian', or the name of a method of one's own.
+        best: the `Point` that was taken: of the largest log evidence, or of the smallest score; of 'guarded evidence'
+            with the log evidence there.
         points: all that were looked at.
         steps: Newton's, or a search's rounds.
         factorisations: how many posteriors were made.
-        notes: the warnings.
+        notes: the warnings, and why this method was taken.
         converged: whether it ended because there was nothing better nearby, and not for its number of steps; None of
             a grid alone and of 'bayesian', which do not look.
     """
@@ -134,7 +137,7 @@ class Tuned:
         return values[order], torch.tensor([point.score for point in self.points], dtype=torch.float64)[order]
 
     def __repr__(self) -> str:
-        what = "log evidence" if self.method == "evidence" else "score"
+        what = "log evidence" if self.method.endswith("evidence") else "score"
         ended = {True: ", converged", False: ", not converged", None: ""}[self.converged]
         lines = [
             f"Tuned by {self.method}: {what} {self.score:.6g} at {self.best}",
@@ -143,12 +146,12 @@ class Tuned:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def names_of(names: Sequence[str], prior: Prior) -> list[str]:
-    """The hyperparameters of these names, each once; of no name the prior precision, or what the prior has instead."""
+def names_of(names: Sequence[str], prior: Prior, noise: bool) -> list[str]:
+    """The hyperparameters of these names, each once; of no name those of the prior, and the noise if asked for."""
     gaussian = isinstance(prior, GaussianPrior)
     valid = KINDS if gaussian else [*prior.hyperparameters, *KINDS[1:]]
     usual = ["prior_precision"] if gaussian else list(prior.tuned)
-    found = [choice(name, valid, "hyperparameter") for name in names] or usual
+    found = [choice(name, valid, "hyperparameter") for name in names] or usual + ["sigma_noise"] * noise
     if not found:
         raise OptionError(f"{prior} has no hyperparameters to tune.")
     if len(set(found)) < len(found):

@@ -43,20 +43,22 @@ class Validation:
         tallies = [Tally(self.how, posterior.fit.likelihood) for posterior in posteriors]
         for forward, targets in self.inside:
             for tally, posterior, prediction in zip(
-                tallies, posteriors, self._predictions(posteriors, forward), strict=True
+                tallies, posteriors, self.predictions(posteriors, forward), strict=True
             ):
                 tally.add(prediction, targets, posterior.sigma)
         for forward, _ in self.outside or ():
             for tally, posterior, prediction in zip(
-                tallies, posteriors, self._predictions(posteriors, forward), strict=True
+                tallies, posteriors, self.predictions(posteriors, forward), strict=True
             ):
                 tally.add_outside(prediction, posterior.sigma)
         return torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
 
-    def _predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
+    def predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
         """Yield the predictive of one run under each posterior."""
         if self.how.pred_type == "nn":
-            yield from (self._sampled(posterior, forward) for part in self._parts(posteriors) for posterior in part)
+            yield from (
+                self._sampled(posterior, forward) for part in in_parts(posteriors, self.budget) for posterior in part
+            )
             return
         how, link = self.how, self.how.approximation
         for outputs in self.gaussians(posteriors, forward):
@@ -75,7 +77,7 @@ class Validation:
         joint = how.loss is None and likelihood.joint and f.shape[1] > 1
         joint = joint or covariances or (link is not None and link.needs is Covariances)
         jacobian = forward.jacobian()
-        for part in self._parts(posteriors):
+        for part in in_parts(posteriors, self.budget):
             variances = part[0].curvature.sweep(jacobian, [p.gaussian for p in part])
             for posterior in part:
                 if joint:
@@ -84,22 +86,6 @@ class Validation:
                 else:
                     times = partial(posterior.gaussian.product, jacobian)
                     yield OutputGaussian(f, next(variances), times=times)
-
-    def _parts(self, posteriors: Sequence[Posterior]) -> Iterator[Sequence[Posterior]]:
-        """Yield as many posteriors at a time as fit into memory, as copies if they are not all: none is kept then."""
-        step = self._step(posteriors)
-        if step >= len(posteriors):
-            yield posteriors
-            return
-        for start in range(0, len(posteriors), step):
-            yield [replace(posterior) for posterior in posteriors[start : start + step]]
-
-    def _step(self, posteriors: Sequence[Posterior]) -> int:
-        """Return how many posteriors fit into memory together."""
-        fit = posteriors[0].fit
-        priors = [posterior.prior for posterior in posteriors]
-        scalar = all(isinstance(prior, GaussianPrior) and prior.precision.numel() == 1 for prior in priors)
-        return self.budget.count(2 * fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
         draws = seeded(self.how.n_samples, forward.outputs)
@@ -132,6 +118,18 @@ class Runs:
         if not held:
             raise InputError(f"the {self.what} loader gave no batch.")
         self.kept = kept or None
+
+
+def in_parts(posteriors: Sequence[Posterior], budget: Budget) -> Iterator[Sequence[Posterior]]:
+    """Yield as many posteriors at a time as their Gaussians fit into memory."""
+    priors = [posterior.prior for posterior in posteriors]
+    scalar = all(isinstance(prior, GaussianPrior) and prior.precision.numel() == 1 for prior in priors)
+    step = budget.count(2 * posteriors[0].fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
+    for start in range(0, len(posteriors), step):
+        part = posteriors[start : start + step]
+        if len(part) < len(posteriors) or not scalar:
+            part = [replace(posterior) for posterior in part]  # copies: Gaussians are not kept between batches
+        yield part
 
 
 def seeded(n_samples: int, like: Tensor) -> Draws:

@@ -1,0 +1,135 @@
+"""Tune without validation data, and do no harm.
+
+`method="auto"` maximises the evidence, of a regression with the noise set from its residuals (noise.py), and then looks
+at a sample of the training data (guard.py). Where the posterior makes the network worse there, the prior precision is
+raised as little as ends that: the widest posterior that does no harm. What trips even so is warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Final
+
+import torch
+
+from laplace.errors import warn
+from laplace.posterior.posterior import Posterior
+from laplace.priors.gaussian import GaussianPrior
+from laplace.tuning.guard import ALLOWED, Finding, findings, size
+from laplace.tuning.noise import by_residuals
+from laplace.tuning.problem import Problem
+from laplace.tuning.result import Point, Tuned
+from laplace.tuning.training_data import Sample
+from laplace.tuning.validation import Validation
+
+_FACTORS: Final = tuple(10 ** (k / 8) for k in range(49))  # by which the prior precision is raised: 1 to 1e6
+_NO_DATA: Final = (
+    "not looked at: there is no training data at hand (train_loader=). See that the confidence is not far below the "
+    "accuracy."
+)
+
+
+@dataclass
+class Guard:
+    """Looks at a sample of the training data of a problem. The network runs once."""
+
+    problem: Problem
+
+    @cached_property
+    def validation(self) -> Validation:
+        """Return what predicts the sample."""
+        problem = self.problem
+        la, loader = problem.la, problem.training_data
+        assert loader is not None
+        sample = Sample(loader, size(la.posterior.fit.n_data))
+        runs = partial(sample.runs, la.runner, la.posterior, "training")
+        return Validation(problem.how, runs, None, la.runner.spec.budget)
+
+    def look(self, posteriors: Sequence[Posterior]) -> list[Finding]:
+        """Return what each posterior does on the sample."""
+        return findings(self.validation, posteriors)
+
+    def raised(self, posterior: Posterior) -> tuple[float, Posterior, Finding] | None:
+        """Return the least factor on the prior precision that leaves at most ALLOWED of the harm; None if none does."""
+        prior = posterior.prior
+        if not isinstance(prior, GaussianPrior):
+            return None
+        raised = [replace(posterior, prior=prior.with_precision(factor * prior.precision)) for factor in _FACTORS]
+        for factor, other, finding in zip(_FACTORS, raised, self.look(raised), strict=True):
+            if not finding.tripped and finding.harm <= ALLOWED:
+                return factor, other, finding
+        return None
+
+
+def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
+    """Return what was found, with a warning where it makes the network worse on a sample of the training data."""
+    if problem.training_data is None:
+        return tuned
+    try:
+        before, found = Guard(problem).look([problem.la.posterior.detached(), _at(problem, tuned.best)])
+    except Exception as error:  # whatever a loader may raise: the result is there
+        return _noting(tuned, f"the training data could not be looked at: {error}")
+    return _judged(tuned, before, found)
+
+
+def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
+    """Return what the evidence found, or the widest posterior behind it that does no harm.
+
+    Args:
+        problem: what is tuned.
+        by_evidence: tunes by the evidence.
+    """
+    noisy = "sigma_noise" in problem.kinds
+    tuned = by_residuals(problem, by_evidence) if noisy else by_evidence(problem)
+    if problem.training_data is None:
+        return _noting(tuned, _NO_DATA)
+    guard, posterior = Guard(problem), _at(problem, tuned.best)
+    try:
+        before, found = guard.look([problem.la.posterior.detached(), posterior])
+    except Exception as error:  # whatever a loader may raise: the evidence needs no data
+        return _noting(tuned, f"not looked at: the training data could not be read: {error}")
+    if noisy:
+        found = replace(found, ratio=None)  # what other weights do not know may be more than the residuals
+    if not found.tripped:
+        return _noting(tuned, f"taken as it is: {found}.")
+    if found.rms is None and "prior_precision" in problem.kinds and (raised := guard.raised(posterior)) is not None:
+        factor, narrower, after = raised
+        best = Point.of(narrower, float(narrower.log_evidence))
+        why = (
+            f"the prior of largest evidence makes the network worse: {found}. Its precision was raised "
+            f"{factor:.3g}-fold, as little as brings the negative log-likelihood to {after.nll:.3f}"
+        )
+        why += "." if after.confidence is None else f" and the confidence to {after.confidence:.3f}."
+        return _noting(replace(tuned, method="guarded evidence", best=best, points=(*tuned.points, best)), why)
+    return _judged(tuned, before, found)
+
+
+def _judged(tuned: Tuned, before: Finding, found: Finding) -> Tuned:
+    """Return the result, with a warning where the guard trips."""
+    if not found.tripped:
+        return tuned
+    text = f"after tuning by {tuned.method}, {found}."
+    if found.own is None and found.nll > before.nll:
+        text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
+    instead = " la.tune() (method='auto') finds a prior that does no harm;" if tuned.method == "evidence" else ""
+    text += f" Predictions on new inputs will be off.{instead} with validation data write la.calibrate(val_loader)."
+    warn(text)
+    return _noting(tuned, text)
+
+
+def _noting(tuned: Tuned, note: str) -> Tuned:
+    return replace(tuned, notes=(*tuned.notes, note))
+
+
+def _at(problem: Problem, point: Point) -> Posterior:
+    """Return the posterior at a point."""
+    posterior = problem.la.posterior.detached()
+    prior = posterior.prior
+    if point.hyperparameters:
+        prior = prior.with_hyperparameters(**point.hyperparameters)
+    elif isinstance(prior, GaussianPrior):
+        prior = prior.with_precision(point.prior_precision)
+    sigma = torch.as_tensor(point.sigma_noise, dtype=posterior.sigma.dtype, device=posterior.sigma.device)
+    return replace(posterior, prior=prior, sigma=sigma, temperature=point.temperature)

@@ -1,0 +1,161 @@
+"""Take a sample of the training data, spread over all of it, as batches that the network can run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from laplace.errors import InputError, within
+from laplace.inference.runner import Runner
+from laplace.inference.targets import counted
+from laplace.network.batches import Batch
+from laplace.posterior.posterior import Posterior
+from laplace.tuning.validation import Labelled
+
+_BATCHES: Final = 32  # of a list of many batches, how many are read
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some examples of a loader.
+
+    A DataLoader over a map-style dataset gives examples drawn from everything that its sampler names. A list of batches
+    gives some examples of batches spread over the list. Anything else gives its first batches.
+
+    Attributes:
+        loader: What `fit` was given, or the like.
+        most: How many examples at most.
+        seed: Which examples of a dataset are drawn.
+    """
+
+    loader: Iterable[Any]
+    most: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loader, Iterator):
+            raise InputError(
+                f"train_loader is a {type(self.loader).__name__}, which can be read once, and tuning reads it more "
+                "than once. Give a DataLoader or a list of batches."
+            )
+
+    def batches(self, runner: Runner, what: str, progress_bar: bool = False) -> Iterator[Batch]:
+        """Yield the batches of the sample, with at most `most` examples in all."""
+        loader, each = self._source()
+        left = self.most
+        for batch in runner.batches(loader, progress_bar, what):
+            batch = _some(batch, min(left, each))
+            left -= len(batch.y)
+            yield batch
+            if left <= 0:
+                return
+
+    def reading(self) -> Iterable[Any]:
+        """Return whole batches as `fit` takes them, with about `most` examples in all."""
+        loader = self.loader
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            return self._source()[0]
+        if isinstance(loader, Sequence) and len(loader):
+            total = sum(_length(batch) for batch in loader)
+            count = max(1, min(len(loader), round(len(loader) * self.most / max(total, 1))))
+            return [loader[i] for i in torch.linspace(0, len(loader) - 1, count).round().long().tolist()]
+        return _first(loader, self.most)
+
+    def runs(self, runner: Runner, posterior: Posterior, what: str, progress_bar: bool = False) -> Labelled:
+        """Yield runs of the network on the sample, with their labels."""
+        for batch in self.batches(runner, what, progress_bar):
+            with within(f"{what} batch {batch.index}"):
+                yield from labelled(runner, posterior, batch)
+
+    def _source(self) -> tuple[Iterable[Any], int]:
+        """Return batches to read, and how many examples to take of each."""
+        loader = self.loader
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            indices = _indices(loader)
+            if indices is not None:
+                return (loader if len(indices) <= self.most else self._drawn(loader, indices)), self.most
+        if isinstance(loader, Sequence) and len(loader):
+            count = min(len(loader), _BATCHES, self.most)
+            total = sum(_length(batch) for batch in loader)
+            if total > self.most:
+                where = torch.linspace(0, len(loader) - 1, count).round().long().tolist()
+                return [loader[i] for i in where], self.most // count
+        return loader, self.most
+
+    def _drawn(self, loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
+        """Return a loader of some examples, read as the given one reads them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        chosen = torch.randperm(len(indices), generator=generator)[: self.most].tolist()
+        return DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size or 128,
+            sampler=[indices[i] for i in chosen],
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=generator,  # the caller's random numbers stay as they are
+        )
+
+
+def labelled(runner: Runner, posterior: Posterior, batch: Batch) -> Labelled:
+    """Yield runs of the network on parts of a batch, with their labels."""
+    start, n = 0, len(batch.y)
+    for whole in runner.uncut(posterior.fit, batch.inputs):
+        stop = start + whole.positions.n
+        part = batch if n <= stop - start else batch.labels(start, stop)
+        run, targets = counted(whole, part, runner.spec.likelihood)
+        start = stop
+        yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
+    if start != n:
+        raise InputError(f"{n} labels for {start} inputs.")
+
+
+def _some(batch: Batch, most: int) -> Batch:
+    """Return up to `most` examples, evenly spaced over the batch; a batch that cannot be split stays whole."""
+    n = len(batch.y)
+    if n <= most or batch.inputs.size != n:
+        return batch
+    index = torch.linspace(0, n - 1, most).round().long()
+    return replace(batch.at(index.to(batch.y.device)), inputs=batch.inputs.at(index))
+
+
+def _first(loader: Iterable[Any], most: int) -> list[Any]:
+    """Return the first batches, until there are `most` examples."""
+    found: list[Any] = []
+    left = most
+    for batch in loader:
+        found.append(batch)
+        left -= _length(batch)
+        if left <= 0:
+            break
+    return found
+
+
+def _length(batch: Any) -> int:
+    """Return the number of examples in a batch as a loader gives it; 1 where that cannot be seen."""
+    parts = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, (tuple, list)) else ()
+    return max((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), default=1)
+
+
+def _indices(loader: DataLoader[Any]) -> Sequence[int] | None:
+    """Return which examples of its dataset a loader reads; None where it does not batch them by number.
+
+    Samplers that draw are not asked: that would move the random numbers of the caller.
+    """
+    sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
+    if isinstance(sampler, (SequentialSampler, RandomSampler)):
+        return range(len(sampler.data_source))  # type: ignore[arg-type]
+    if isinstance(sampler, SubsetRandomSampler):
+        return list(sampler.indices)
+    if sampler is None:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        found = list(sampler)
+    indices = [i for part in found for i in (part if isinstance(part, (list, tuple)) else [part])]
+    return sorted(set(indices)) if all(isinstance(i, int) for i in indices) else None
