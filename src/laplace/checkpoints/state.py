@@ -141,38 +141,15 @@ def restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restored
 
 
 def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restored:
-    if not isinstance(state, Mapping):
-        raise InputError(f"the state is a {type(state).__name__}; a mapping is needed, as state_dict() returns it.")
-    of_prior = (PRIOR,) if PRIOR in state else ("prior_precision", "prior_mean")
-    missing = [key for key in (*_NEEDED, *of_prior, *_OPTIONS) if key not in state]
-    if missing:
-        raise InputError(f"this is not the state of a Laplace posterior: {', '.join(missing)} missing.")
     spec = runner.spec
-    chosen = spec.curvature is None and state["curvature"] in ("ggn", "sketch")  # a fit may choose either by itself
-    for key, here in spec.described(state["curvature"] if chosen else spec.estimator.name).items():
-        if state.get(key, here) != here:
-            raise InputError(
-                f"the state has {key}={state[key]!r}, this object has {here!r}. Make it with the same options."
-            )
+    _require_options(spec, state)
     schema.require_words(state)
     layout = _layout(state)
     schema.require_indices(layout)
-    parameters = {plain_name(name): p for name, p in unwrap(runner.model).named_parameters()}
-    for name, shape in zip(layout.names, layout.tensor_shapes, strict=True):
-        found = tuple(parameters[name].shape) if name in parameters else None
-        if found != shape:
-            raise InputError(f"the state has a parameter {name!r} of shape {shape}; the network's is {found}.")
-    here = spec.weights.indices if isinstance(spec.weights, Subnetwork) else None
-    saved = state.get("subnetwork_indices")
-    if here is not None and (saved is None or not torch.equal(here, saved.to(here))):
-        raise InputError(
-            "the state belongs to another subnetwork: its subnetwork_indices are not those of this object."
-        )
+    _require_network(runner, state, layout)
     sums, data, earlier = (_sums(state, prefix) for prefix in (SUMS, _DATA, EARLIER))
     mean: Tensor = state["mean"].clone()
-    dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
-    if dtypes != {mean.dtype}:
-        raise InputError(f"the state belongs to a network in {mean.dtype}; here it would be in {dtypes.pop()}.")
+    _require_dtype(runner, layout, mean.dtype)
     counts = (state["n_data"], state["n_outputs"], state["linear"])
     structure, points = (
         spec.structure if state.get("semidefinite", True) else spec.structure.indefinite(),
@@ -187,20 +164,64 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
     schema.require_sums(fit, sums)
     prior = _prior(state, layout, given)
     if earlier:
-        if not isinstance(prior, GaussianPrior):
-            raise InputError("the state is damaged: it has sums of earlier tasks, but its prior is not Gaussian.")
-        if "n_earlier" not in state:
-            raise InputError("the state is damaged: it has sums of earlier tasks, but n_earlier is missing.")
-        schema.require_same_form(sums, earlier)
-        schema.require_sums(fit, earlier)
-        before = replace(fit, mean=prior.mean, sums=earlier, data={}, n_data=state["n_earlier"])
-        prior = CurvedPrior(prior.precision, prior.mean, Earlier(before))
+        prior = _after_earlier_tasks(prior, fit, earlier, state)
     prior.check(layout, spec.structure.takes)
     weights = _weights(runner, layout, state)
     level = spec.likelihood.with_noise(positive(state["sigma_noise"], "sigma_noise"))[1]
     _require_usable(Posterior(fit, prior, level, float(state["temperature"])))
     temperatures = state["temperature"], state.get("softmax_temperature", 1.0)
     return Restored(fit, weights, prior, state["sigma_noise"], *temperatures)
+
+
+def _require_options(spec: Spec, state: Mapping[str, Any]) -> None:
+    """Refuse a state that lacks keys, or that was made with other options."""
+    if not isinstance(state, Mapping):
+        raise InputError(f"the state is a {type(state).__name__}; a mapping is needed, as state_dict() returns it.")
+    of_prior = (PRIOR,) if PRIOR in state else ("prior_precision", "prior_mean")
+    missing = [key for key in (*_NEEDED, *of_prior, *_OPTIONS) if key not in state]
+    if missing:
+        raise InputError(f"this is not the state of a Laplace posterior: {', '.join(missing)} missing.")
+    chosen = spec.curvature is None and state["curvature"] in ("ggn", "sketch")  # a fit may choose either by itself
+    for key, here in spec.described(state["curvature"] if chosen else spec.estimator.name).items():
+        if state.get(key, here) != here:
+            raise InputError(
+                f"the state has {key}={state[key]!r}, this object has {here!r}. Make it with the same options."
+            )
+
+
+def _require_network(runner: Runner, state: Mapping[str, Any], layout: Layout) -> None:
+    """Refuse a state whose parameters, or whose subnetwork, are not those of the network."""
+    parameters = {plain_name(name): p for name, p in unwrap(runner.model).named_parameters()}
+    for name, shape in zip(layout.names, layout.tensor_shapes, strict=True):
+        found = tuple(parameters[name].shape) if name in parameters else None
+        if found != shape:
+            raise InputError(f"the state has a parameter {name!r} of shape {shape}; the network's is {found}.")
+    weights, saved = runner.spec.weights, state.get("subnetwork_indices")
+    here = weights.indices if isinstance(weights, Subnetwork) else None
+    if here is not None and (saved is None or not torch.equal(here, saved.to(here))):
+        raise InputError(
+            "the state belongs to another subnetwork: its subnetwork_indices are not those of this object."
+        )
+
+
+def _require_dtype(runner: Runner, layout: Layout, dtype: torch.dtype) -> None:
+    """Refuse a state of another dtype than the network's posterior would have."""
+    parameters = {plain_name(name): p for name, p in unwrap(runner.model).named_parameters()}
+    dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
+    if dtypes != {dtype}:
+        raise InputError(f"the state belongs to a network in {dtype}; here it would be in {dtypes.pop()}.")
+
+
+def _after_earlier_tasks(prior: Prior, fit: Fit, earlier: Sums, state: Mapping[str, Any]) -> CurvedPrior:
+    """Return the prior with the curvature of earlier tasks."""
+    if not isinstance(prior, GaussianPrior):
+        raise InputError("the state is damaged: it has sums of earlier tasks, but its prior is not Gaussian.")
+    if "n_earlier" not in state:
+        raise InputError("the state is damaged: it has sums of earlier tasks, but n_earlier is missing.")
+    schema.require_same_form(fit.sums, earlier)
+    schema.require_sums(fit, earlier)
+    before = replace(fit, mean=prior.mean, sums=earlier, data={}, n_data=state["n_earlier"])
+    return CurvedPrior(prior.precision, prior.mean, Earlier(before))
 
 
 def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
