@@ -592,3 +592,22 @@ def weighted_at_positions(
     w, f, jac, y = w[counted], f[counted], jac[counted], y[counted]
     h = torch.einsum("n,ncp,ncd,ndq->pq", w, jac, fisher(task, f), jac)
     return h, (w * log_probs(task, f, y)).sum()
+
+
+def rescaled_losses(
+    dense: Dense, jac: Tensor, f: Tensor, y: Tensor, delta: Tensor | None, scale: float
+) -> Tensor:  # (N,)
+    """-log p(y given x, data) of each example, with the scale T of softmax (probit link) or sigma of the noise.
+
+    delta (P,) is the prior precision; None is the network itself.
+    """
+    classes = dense.task == "classification"
+    if delta is None:
+        s = torch.zeros(*f.shape, f.shape[1], dtype=f.dtype)
+    else:
+        s = jac @ dense.covariance(delta, **({} if classes else {"sigma": scale})) @ jac.mT
+    if classes:
+        logits = f / scale / (1 + math.pi / 8 * s.diagonal(dim1=1, dim2=2) / scale**2).sqrt()
+        return -logits.log_softmax(-1).gather(1, y[:, None]).squeeze(1)
+    noisy = s + scale**2 * torch.eye(f.shape[1], dtype=f.dtype)
+    return -torch.distributions.MultivariateNormal(f, covariance_matrix=noisy).log_prob(y)

@@ -1,4 +1,4 @@
-"""Hyperparameters: prior precision, noise and temperatures, by evidence or by validation; units learned for variance."""
+"""Hyperparameters: prior precision, noise and temperatures, by evidence or validation; units learned for variance."""
 
 from laplace.tuning.calibrated import Calibrated, Calibration, Gain
 from laplace.tuning.lula import with_uncertainty_units
