@@ -628,3 +628,22 @@ def without_example(
         means.append(fn + j @ (left @ (j.T @ gn)))
         covariances.append(j @ left @ j.T)
     return torch.stack(means), torch.stack(covariances)
+
+
+def rescaled_losses(
+    dense: Dense, jac: Tensor, f: Tensor, y: Tensor, delta: Tensor | None, scale: float
+) -> Tensor:  # (N,)
+    """-log p(y given x, data) of each example, with the scale T of softmax (probit link) or sigma of the noise.
+
+    delta (P,) is the prior precision; None is the network itself.
+    """
+    classes = dense.task == "classification"
+    if delta is None:
+        s = torch.zeros(*f.shape, f.shape[1], dtype=f.dtype)
+    else:
+        s = jac @ dense.covariance(delta, **({} if classes else {"sigma": scale})) @ jac.mT
+    if classes:
+        logits = f / scale / (1 + math.pi / 8 * s.diagonal(dim1=1, dim2=2) / scale**2).sqrt()
+        return -logits.log_softmax(-1).gather(1, y[:, None]).squeeze(1)
+    noisy = s + scale**2 * torch.eye(f.shape[1], dtype=f.dtype)
+    return -torch.distributions.MultivariateNormal(f, covariance_matrix=noisy).log_prob(y)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 _STEPS = 4  # how many points are added beyond an end of the grid
 _FLANK = 0.05  # distance of the points beside a parabola's lowest point, relative to the interval
+_INWARDS = (0.02, 0.1, 0.5)  # where the points are that are added inside an end that may not be passed
 _ROUNDS = 40
 
 
@@ -62,8 +63,11 @@ class Line:
             return []
         if at in (0, len(points) - 1):
             end, before = (points[0], points[1]) if at == 0 else (points[-1], points[-2])
-            beyond = [end + (i + 1) * (end - before) for i in range(_STEPS)]
-            return sorted({min(max(x, self.low), self.high) for x in beyond} - {end})
+            if self.low < end < self.high:
+                beyond = [end + (i + 1) * (end - before) for i in range(_STEPS)]
+                return sorted({min(max(x, self.low), self.high) for x in beyond} - {end})
+            width = before - end
+            return [] if abs(width) <= self.tolerance else sorted(end + width * part for part in _INWARDS)
         a, b, c = points[at - 1 : at + 2]
         if c - a <= 2 * self.tolerance:
             return []

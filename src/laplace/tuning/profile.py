@@ -24,10 +24,11 @@ from laplace.tuning.line import Line
 
 HALF_DECADES: Final = 8  # of the grid, on each side of the present prior precision
 CAP: Final = 0.005  # nats per example that the wider posterior may cost against the network and its rescaled self
+NEGLIGIBLE: Final = 0.001  # nats per example: so much counts as equally good, however small the standard error is
 _TEMPERATURES = math.log(20)  # of the search, on each side of 1
 _SD_TEMPERATURE, _DECADES = 0.3, 3.0  # of the hyperprior: sd of log T; decades beyond which it is flat
 _HOPELESS = 0.25  # nats per output above the best, where the search of a scale ends
-_NEGLIGIBLE = 1e-4  # nats between the narrowest posterior of the grid and the network, or of another step of it
+_NO_MORE = 1e-4  # nats between the narrowest posterior of the grid and the network, or between its last two steps
 _MOST_ADDED = 24  # half decades added to the grid on one side
 
 
@@ -70,15 +71,15 @@ class Profile:
         line, top = self.lines[NETWORK], max(self.factors)
         scale = _scale(min(line.grid, key=line.seen.__getitem__))
         away = abs(self._objectives[top, scale] - self._objectives[NETWORK, scale])
-        if away > _NEGLIGIBLE:
-            steps = min(_MOST_ADDED, math.ceil(2 * math.log10(away / _NEGLIGIBLE)))
+        if away > _NO_MORE:
+            steps = min(_MOST_ADDED, math.ceil(2 * math.log10(away / _NO_MORE)))
             self._add([top * step for step in half_decades(1, steps)])
             self._descend()
         for _ in range(_MOST_ADDED // 4):
             widest, next_widest = sorted(self.factors)[:2]
             lowest = min(self.factors, key=lambda factor: self.lines[factor].value)
             gain = self.lines[next_widest].value - self.lines[widest].value
-            if lowest != widest or gain < _NEGLIGIBLE or not self._add([widest * s for s in half_decades(-4, -1)]):
+            if lowest != widest or gain < _NO_MORE or not self._add([widest * s for s in half_decades(-4, -1)]):
                 break
             self._descend()
 
@@ -178,8 +179,8 @@ def widest_of(
 
     def eligible(each: Candidate) -> bool:
         extra, error = difference(each, limit)
-        near = each.total - best.total <= difference(each, best)[1]
-        return near and extra <= min(error, CAP) and each.setting[0] < NETWORK
+        near = each.total - best.total <= max(difference(each, best)[1], NEGLIGIBLE)
+        return near and extra <= min(max(error, NEGLIGIBLE), CAP) and each.setting[0] < NETWORK
 
     return min([*filter(eligible, candidates), best], key=lambda each: each.setting[0])
 
