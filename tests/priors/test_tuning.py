@@ -79,7 +79,7 @@ def test_optimize_prior_precision_tunes_what_the_prior_has():
     case = Case("regression")
     la, other = case.fit(StudentT(30.0, 1.0)), case.fit(StudentT(30.0, 1.0))
     la.optimize_prior_precision()
-    other.tune()
+    other.tune("scale")
     same(la.prior.hyperparameters["scale"], other.prior.hyperparameters["scale"])
     assert float(la.prior.hyperparameters["df"]) == 30.0
 

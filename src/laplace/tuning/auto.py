@@ -81,6 +81,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         problem: what is tuned.
         by_evidence: tunes by the evidence.
     """
+    _ = problem.space  # refuses what cannot be tuned
     noisy = "sigma_noise" in problem.kinds
     tuned = by_residuals(problem, by_evidence) if noisy else by_evidence(problem)
     if problem.training_data is None:

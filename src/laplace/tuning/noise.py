@@ -58,7 +58,7 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> T
         tuned = by_evidence(Problem(Held(held, la.runner), others, problem.groups))
     else:
         best = Point.of(held, float(held.log_evidence))
-        tuned = Tuned("evidence", best, (best,), 0, 1)
+        tuned = Tuned("evidence", best, (best,), 0, 1, converged=True)
     return replace(tuned, method="residuals and evidence", notes=(*tuned.notes, note))
 
 

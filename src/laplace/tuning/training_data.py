@@ -78,7 +78,7 @@ class Sample:
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             indices = _indices(loader)
             if indices is not None:
-                return (loader if len(indices) <= self.most else self._drawn(loader, indices)), self.most
+                return self._drawn(loader, indices), self.most
         if isinstance(loader, Sequence) and len(loader):
             count = min(len(loader), _BATCHES, self.most)
             total = sum(_length(batch) for batch in loader)
@@ -90,7 +90,8 @@ class Sample:
     def _drawn(self, loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
         """Return a loader of some examples, read as the given one reads them."""
         generator = torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(len(indices), generator=generator)[: self.most].tolist()
+        few = len(indices) <= self.most
+        chosen = range(len(indices)) if few else torch.randperm(len(indices), generator=generator)[: self.most].tolist()
         return DataLoader(
             loader.dataset,
             batch_size=loader.batch_size or 128,
