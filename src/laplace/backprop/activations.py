@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from laplace.linalg.symmetric import exact, gram, plain_gram, total
+from laplace.linalg.conditioning import float32_products_suffice
+from laplace.linalg.symmetric import NARROW, exact, gram, plain_gram, total
 
 _PRODUCTS = 2**22  # numbers in the matrix products that are summed at a time
+_SMALL = 2**15  # numbers up to which float64 costs no more than asking whether float32 suffices
 
 
 class Activations(Protocol):
@@ -95,15 +98,25 @@ def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
     m, groups, d, t = x.shape
     if t == 1 and groups == 1:
         return gram(x.reshape(m, d)).unsqueeze(0)
+    if t >= 8 and d <= NARROW and x.numel() > _SMALL and m * t >= 2 * d:
+        found = _summed_over_examples(x)
+        if x.dtype == torch.float64 or not exact(m, d, t) or float32_products_suffice(found):
+            return found
     x = x.double() if exact(m, d, t) else x
     if groups > 1 and t < 8:
         rows = x.permute(1, 0, 3, 2).reshape(groups, m * t, d)
         return rows.mT @ rows
     if t < 8:
         return plain_gram(x.squeeze(1).mT.reshape(m * t, d)).unsqueeze(0)
-    step = _PRODUCTS // (groups * d * d)
-    if step < 8 and groups == 1:  # one product per example would be larger than its factors
+    if groups == 1 and _PRODUCTS // (d * d) < 8:  # one product per example would be larger than its factors
         return total(
             plain_gram(part.squeeze(1).mT.reshape(-1, d)) for part in x.split(max(1, _PRODUCTS // (d * t)))
         ).unsqueeze(0)
-    return total((part @ part.mT).sum(0) for part in x.split(max(1, step)))
+    return _summed_over_examples(x)
+
+
+def _summed_over_examples(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)
+    """Return `grams` from one product per example. Narrow ones are added in float64, which costs nothing more."""
+    _, groups, d, _ = x.shape
+    dtype = torch.float64 if d <= NARROW else x.dtype
+    return total((part @ part.mT).sum(0, dtype=dtype) for part in x.split(max(1, _PRODUCTS // (groups * d * d))))

@@ -45,40 +45,43 @@ class Leaves:
         start = f.grad_fn
         if start is None:
             return set()
-        outputs = {name: {(e.node, e.output_nr) for e in edges} for name, edges in returned.items()}
         seen: set[Node | None] = {t.grad_fn for t in inputs} | {start, None}
-        stack, found = [start], set[str]()
-        name = self._behind(start, f.output_nr, outputs)
-        if name is not None and name in spans:
+        name, passed = self._behind(start, f.output_nr)
+        found = set[str]()
+        if name in spans and not _is_returned(passed, returned.get(name, ())):
             found.add(name)  # the network returns its weight
+        stack = [(start, start.name() in _FORMS)]
         while stack:
-            node = stack.pop()
-            form = node.name() in _FORMS  # look at its readers instead
+            node, form = stack.pop()  # of a form, look at its readers instead
             for child, nr in node.next_functions:
-                if child is None:
-                    continue
-                if not form:
-                    name = self._behind(child, nr, outputs)
+                leaf = child in self.names
+                yields = leaf or (child is not None and child.name() in _FORMS)
+                if yields and not form:
+                    name, passed = self._behind(child, nr)
                     if (
-                        name is not None
-                        and name in spans
+                        name in spans
                         and not any(node._sequence_nr() in span for span in spans[name])
+                        and not _is_returned(passed, returned.get(name, ()))
                     ):
                         found.add(name)
-                if child not in seen:
+                if not leaf and child is not None and child not in seen:
                     seen.add(child)
-                    stack.append(child)
+                    stack.append((child, yields))
         return found
 
-    def _behind(self, node: Node | None, nr: int, outputs: Mapping[str, Collection[tuple[Node, int]]]) -> str | None:
-        """Return the parameter that a node yields, in whatever form, or None if it is a recorded call's output."""
+    def _behind(self, node: Node | None, nr: int) -> tuple[str, list[tuple[Node, int]]]:
+        """Return the parameter that a node yields, in whatever form, or '' if none, and the edges that lead to it."""
         passed = []
         while node is not None:
             passed.append((node, nr))
             if node in self.names:
-                name = self.names[node]
-                return None if any(edge in outputs.get(name, ()) for edge in passed) else name
+                return self.names[node], passed
             if node.name() not in _FORMS:
-                return None
+                break
             ((node, nr),) = node.next_functions
-        return None
+        return "", passed
+
+
+def _is_returned(passed: list[tuple[Node, int]], returned: Collection[GradientEdge]) -> bool:
+    """Whether one of the edges is a recorded call's output."""
+    return any((edge.node, edge.output_nr) in passed for edge in returned)

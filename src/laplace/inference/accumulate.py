@@ -406,14 +406,14 @@ def _add(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -
             elif isinstance(value, Tensor):
                 so_far.add_gram(value.squeeze(0))
         elif so_far is None:
-            total[key] = in_sums(value).clone() if isinstance(value, Tensor) else value
+            total[key] = in_sums(value, copy=True) if isinstance(value, Tensor) else value
         else:
             total[key] += value
 
 
 def _require_finite(sums: Sums) -> None:
     """Refuse sums with an overflow or a gradient that does not exist."""
-    bad = [key for key, value in sums.items() if not value.isfinite().all()]
+    bad = [key for key, value in sums.items() if not value.sum().isfinite() and not value.isfinite().all()]
     if bad:
         raise NumericalError(
             f"the sums over the data hold NaN or infinite values in {', '.join(bad[:3])}; all outputs are finite. "

@@ -70,9 +70,9 @@ def fit(
         weights = runner.find_weights(first.inputs, keep=before is not None)
         if before is not None:
             runner.require_unchanged(before)
-        engine = runner.engine(weights, runner.plan if before is not None else None)
-        if before is None:
-            runner.require_steady(first.inputs, engine.linear)
+        else:
+            runner.require_steady(first.inputs, isinstance(weights, FoundLastLayer))
+        engine = runner.engine(weights, runner.plan if before is not None else None)  # after a run was watched
         estimator = runner.chosen_curvature(engine, first.inputs) if before is None else _as_before(runner, before)
     generator = generator_or_none(generator)
     progress = None if journal is None else journal(weights, estimator, generator)

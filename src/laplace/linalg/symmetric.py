@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import NumericalError, warn
+from laplace.linalg.conditioning import float32_decomposition_suffices
 
 EIGH = 6.0  # cost of an eigendecomposition, in multiplications per D^3
 SYMMETRIC = 0.6  # cost of `gram`, as a share of the full product
@@ -20,9 +21,11 @@ _ENOUGH = 512  # rows from which a product reaches full speed
 _MANY = 512  # columns from which computing only half a product is worth several calls
 _ALIGNED = 16  # strips begin at multiples of it, because kernels work on whole registers
 _LONG = 2**11  # rows from which half a product is worth it for few columns, too
-_NARROW = 64  # columns up to which products are in float64; for wider ones they would take up to a third of a fit
+NARROW = 64  # columns up to which products are in float64; for wider ones they would take up to a third of a fit
 _COPIED = 2**18  # most numbers copied to float64 for that, where examples have many positions
 _PRECISE = 1024  # columns up to which sums and decompositions are in float64
+_WIDE = 256  # columns from which decompositions in float32 are worth asking whether they suffice
+_FOLDED = 2**11  # rows whose float32 products are summed in float32, before they are added to a sum in float64
 _SEED = 0xE16
 _APART = 1e-6  # relative gap of eigenvalues' roots from which eigenvectors are well determined
 _BLURRED = 1e-8  # rounding of a sum of float32 products, relative to its largest eigenvalue
@@ -50,7 +53,7 @@ def plain_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 def exact(m: int, d: int, positions: int = 1) -> bool:
     """Whether the product of m examples' rows with d columns each is taken in float64."""
     few = positions == 1 or m * positions * d <= _COPIED
-    return m * positions < 2 * d or (d <= _NARROW and few)
+    return m * positions < 2 * d or (d <= NARROW and few)
 
 
 def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
@@ -59,12 +62,9 @@ def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 
 
 def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
-    """Add rows^T rows to the lower triangle. A float64 sum takes products in the dtype of the rows."""
+    """Add rows^T rows to the lower triangle."""
     for a, b in _strips(len(total)):
-        if total.dtype == rows.dtype:
-            total[a:b, :b].addmm_(rows[:, a:b].T, rows[:, :b])
-        else:
-            total[a:b, :b].add_(rows[:, a:b].T @ rows[:, :b])
+        total[a:b, :b].addmm_(rows[:, a:b].T, rows[:, :b])
     return total
 
 
@@ -148,13 +148,18 @@ def eigh(
 
     With `ties`, the eigenvectors of equal eigenvalues do not depend on rounding: see `settled`.
 
-    The work is in float64 up to 1,024 dimensions, and for sums in float64. If the rows of a matrix sum to zero, as
-    those of softmax do, the constant vector is removed before, so that its zero eigenvalue is exact. Rounding there
-    would compete with the prior once it is multiplied by the other Kronecker factor.
+    The work is in float64 up to 1,024 dimensions, and for sums in float64, except for wide matrices that are so well
+    conditioned that float32 gives the same variances. If the rows of a matrix sum to zero, as those of softmax do, the
+    constant vector is removed before, so that its zero eigenvalue is exact. Rounding there would compete with the prior
+    once it is multiplied by the other Kronecker factor.
     """
-    d = matrix.shape[-1]
+    d, single = matrix.shape[-1], matrix.shape[:-2].numel() == 1
+    constant = d > 1 and single and _rows_sum_to_zero(matrix, dtype)
     work = matrix.double() if d <= _PRECISE or matrix.dtype == torch.float64 else matrix.to(dtype)
-    if d > 1 and matrix.shape[:-2].numel() == 1 and _rows_sum_to_zero(matrix, dtype):
+    if d > _WIDE and single and not ties and dtype == torch.float32:
+        rounded = work.float()
+        work = rounded if float32_decomposition_suffices(rounded.reshape(d, d), constant) else work
+    if constant:
         values, vectors = _eigh_without_constant(work.reshape(d, d))
         values, vectors = values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
     else:
@@ -208,7 +213,7 @@ def blurred(values: Tensor) -> float:  # (..., D), of a float32 network
     Relative to the largest eigenvalue. Narrow matrices are float64 products. In wide ones, eigenvalues that are neither
     far above the rounding nor zero (few rows, dead units) may be pure rounding.
     """
-    if values.shape[-1] <= _NARROW or values.dtype == torch.float64:
+    if values.shape[-1] <= NARROW or values.dtype == torch.float64:
         return 0.0
     relative = values / values.amax(-1, keepdim=True)
     doubtful = (relative > 1e-13) & (relative < _BLURRED / TOLERATED)
@@ -243,9 +248,10 @@ def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
         )
 
 
-def in_sums(matrix: Tensor) -> Tensor:
+def in_sums(matrix: Tensor, copy: bool = False) -> Tensor:
     """Return a contribution in the dtype it is summed in: float64, except where matrices are too wide for it."""
-    return matrix.double() if matrix.dim() < 2 or matrix.shape[-1] <= _PRECISE else matrix
+    precise = matrix.dim() < 2 or matrix.shape[-1] <= _PRECISE
+    return matrix.to(torch.float64 if precise else matrix.dtype, copy=copy)
 
 
 def _rows_sum_to_zero(matrix: Tensor, dtype: torch.dtype) -> bool:
@@ -287,6 +293,8 @@ class GramSum:
         self.total = total  # (D, D)
         self._buffer: Tensor | None = None
         self._filled = self._seen = 0
+        self._recent: Tensor | None = None  # (D, D), the lower triangle of some rows' sum in float32
+        self._folded = 0  # rows in it
 
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
@@ -307,11 +315,12 @@ class GramSum:
 
     def add_gram(self, term: Tensor) -> None:  # (D, D)
         """Add a finished product."""
-        self.total = in_sums(term).clone() if self.total is None else self.total.add_(term)
+        self.total = in_sums(term, copy=True) if self.total is None else self.total.add_(term)
 
     def flush(self) -> Tensor:  # (D, D)
         """Return the sum of everything so far."""
         self._empty()
+        self._fold()
         assert self.total is not None
         return _mirror(self.total) if len(self.total) >= _MANY else self.total
 
@@ -325,9 +334,23 @@ class GramSum:
         self._seen += m
         if d < _MANY or self._seen < 2 * d:  # these rows may be all the data: see `gram`
             self.add_gram(gram(rows))
-        else:  # only one triangle is kept until `flush`
-            if self.total is None:
-                self.total = in_sums(rows.new_zeros(d, d))
-            elif d > _PRECISE:
-                self.total = self.total.to(rows.dtype)
-            _add_half(self.total, rows)
+            return
+        if self.total is None:
+            self.total = in_sums(rows.new_zeros(d, d))
+        elif d > _PRECISE:
+            self.total = self.total.to(rows.dtype)
+        if self.total.dtype == rows.dtype:
+            _add_half(self.total, rows)  # only one triangle is kept until `flush`
+            return
+        if self._recent is None:
+            self._recent = rows.new_zeros(d, d)
+        _add_half(self._recent, rows)
+        self._folded += m
+        if self._folded >= _FOLDED:
+            self._fold()
+
+    def _fold(self) -> None:
+        if self._folded and self._recent is not None and self.total is not None:
+            self.total.add_(self._recent)
+            self._recent.zero_()
+            self._folded = 0

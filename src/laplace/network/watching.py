@@ -68,9 +68,10 @@ def watch(replica: nn.Module, run: Callable[[nn.Module], object]) -> None:
         written |= guard.written
     known_writes[model] = written
     _unregistered[model] = [tuple(t.shape) for t in guard.unregistered.values()]
-    theirs = {id(t) for _, t in _state(model)}  # scripted modules are not copied
-    for t in {id(t): t for name, t in _state(replica) if name in written and id(t) not in theirs}.values():
-        _unshare(t)
+    if written:
+        theirs = {id(t) for _, t in _state(model)}  # scripted modules are not copied
+        for t in {id(t): t for name, t in _state(replica) if name in written and id(t) not in theirs}.values():
+            _unshare(t)
 
 
 def _unshare(t: Tensor) -> None:
@@ -97,13 +98,13 @@ class _Guard(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, replica: nn.Module) -> None:
         super().__init__()
-        own = {id(t) for _, t in _state(replica)}  # scripted modules are not copied
-        self.originals = {id(t): name for name, t in _state(model) if id(t) not in own}
+        own, theirs = {id(t) for _, t in _state(replica)}, [*_state(model)]
+        self.originals = {id(t): name for name, t in theirs if id(t) not in own}  # scripted modules are not copied
         self.shared: dict[int, set[str]] = {}
-        for name, t in _state(model):
+        for name, t in theirs:
             if (address := _memory(t)) != 0:
                 self.shared.setdefault(address, set()).add(name)
-        self.known = own | {id(t) for _, t in _state(model)}
+        self.known = own | {id(t) for _, t in theirs}
         self.unregistered: dict[int, Tensor] = {}
         self.outside: str | None = None
         self.written: set[str] = set()
