@@ -3,11 +3,11 @@
     python experiments/noise_rules.py --data FOLDER [--sets yacht energy ...] [--trainings short ...] [--quick]
 
 FOLDER holds uci/<set>.npz as for experiments/uci.py. The network is d-64-64-1 with ReLU, inputs and targets are
-standardised on the training split, at most 10,000 training examples. It is trained for four lengths of time, from mildly
-overfitted to nearly interpolating: the longer the training, the smaller its residuals, and the less they say.
+standardised on the training split, at most 10,000 training examples. It is trained for four lengths of time, from
+mildly overfitted to nearly interpolating: the longer the training, the smaller its residuals, and the less they say.
 
-Splits 5 to 9 are measured (protein has five: all of them). The shares of the rule 'between' were chosen on splits 0 to 4.
-Reported are the share of test targets in their interval of 90 %, its width and the negative log-likelihood, in units of
+Splits 5 to 9 are measured (protein has five: all of them). The shares of the rule 'between' were chosen on splits 0 to
+4. Reported are the share of test targets in their interval of 90 %, its width and the negative log-likelihood, in units of
 the standardised target.
 """
 
@@ -93,7 +93,7 @@ def by_evidence(la: Laplace, _: Training) -> None:
 def by_leave_one_out(la: Laplace, training: Training) -> None:
     """Set prior and noise by the leave-one-out score of the training data, on a grid of delta sigma^2.
 
-    h = S / sigma^2 depends on delta sigma^2 alone. With sigma^2 = mean of r^2 / (1 - h) the score is, but for constants,
+    h = S / sigma^2 depends on delta sigma^2 alone. With sigma^2 = mean of r^2 / (1 - h) the score is, up to constants,
     log sigma^2 - mean of log (1 - h). Both terms grow with h. Kron's h can exceed 1, where there is no score.
     """
     found: list[tuple[float, float, float]] = []
