@@ -59,7 +59,7 @@ class Training:
     @property
     def rms(self) -> float:
         """Return the root mean square of the residuals."""
-        return float(self.residuals.square().mean().sqrt())
+        return rms(self.residuals)
 
 
 def run(name: str, split: int, training: str, folder: str | None) -> dict:
@@ -69,10 +69,12 @@ def run(name: str, split: int, training: str, folder: str | None) -> dict:
     x, y, x_test, y_test = (t.double() for t in (x, y, x_test, y_test))
     with torch.no_grad():
         residuals, error = y - model(x), y_test - model(x_test)
-    found = {"train_rms": float(residuals.square().mean().sqrt()), "test_rms": float(error.square().mean().sqrt())}
+    found = {"train_rms": round(rms(residuals), 4), "test_rms": round(rms(error), 4)}
 
     def keep(rule: str, variance: Tensor) -> None:
-        found.update({f"{rule}/{key}": value for key, value in zip(SCORES, scored(error, variance), strict=True)})
+        found.update(
+            {f"{rule}/{key}": round(value, 4) for key, value in zip(SCORES, scored(error, variance), strict=True)}
+        )
 
     keep("network/residual noise", residuals.square().mean().expand_as(error))
     keep("network/noise of the test", error.square().mean().expand_as(error))
@@ -138,6 +140,11 @@ RULES: dict[str, Callable[[Laplace, Training], None]] = {
     "absorbed": by_absorbing,
     "between": between,
 }
+
+
+def rms(errors: Tensor) -> float:
+    """Return the root mean square."""
+    return float(errors.square().mean().sqrt())
 
 
 def scored(error: Tensor, variance: Tensor) -> tuple[float, float, float]:
