@@ -5,7 +5,8 @@
 DIR holds mnist.npz, fashion_mnist.npz, kmnist.npz, notmnist.npz (x_train, y_train, x_test, y_test), cifar10_webp.npz,
 cifar100_test_webp.npz, svhn_test10k_webp.npz (lossless mosaics), text/{clinc150,trec6,sst2,banking77}.json.gz,
 uci/<set>.npz and models/cifar10_resnet{20,32}.safetensors. Trained networks and features are kept in the cache; rows
-that the results file has already are not computed again, unless --redo names their method.
+that the results file has already are not computed again, unless --redo names their method. A run that writes to
+benchmarks/results/do_no_harm.json also fills the tables of docs/do-no-harm.md.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from pathlib import Path
 import torch
 
 import machine
-from harm import figure, methods, report
+from harm import figure, methods, promises, report
 from harm.data import Folder
 from harm.methods import Sizes
 from harm.tasks import TASKS, Task
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "do_no_harm.json"
+PAGE = HERE.parent / "docs" / "do-no-harm.md"
+FIGURE = PAGE.parent / "figures" / "do_no_harm.png"
 QUICK = ("digits", "boston", "yacht")
 
 
@@ -87,7 +90,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="at most so many of each task")
     parser.add_argument("--quick", action="store_true", help=f"one seed of {', '.join(QUICK)}; few test examples")
     parser.add_argument("--redo", nargs="+", default=[], help="methods whose rows are computed again, as 'auto'")
-    parser.add_argument("--out", type=Path, default=None, help="the results file; the figure is written beside it")
+    parser.add_argument("--out", type=Path, default=None, help="another results file, the figure beside it")
     parser.add_argument("--report", action="store_true", help="only tables and figure of the rows that are there")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,10 +105,12 @@ def main() -> None:
         for task in (TASKS[name] for name in names if seed < TASKS[name].seeds):
             run(task, seed, Folder(args.data), args.cache, rows, sizes)
     table = report.Table(rows.found)
-    print(f"\n{table.terminal()}\n\n{report.halves(table)}\n\n{report.acceptance(table)}")
-    out.with_suffix(".md").write_text(table.markdown() + "\n")
-    figure.draw(table, out.with_suffix(".png"))
-    print(f"\nWritten to {out}, {out.with_suffix('.md').name} and {out.with_suffix('.png').name}")
+    print(f"\n{table.terminal()}\n\n{promises.halves(table)}\n\n{promises.acceptance(table)}")
+    if out == RESULTS:
+        promises.fill(PAGE, table)
+    drawn = FIGURE if out == RESULTS else out.with_suffix(".png")
+    figure.draw(table, drawn)
+    print(f"\nWritten to {out} and {drawn}")
 
 
 if __name__ == "__main__":

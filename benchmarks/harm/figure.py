@@ -10,7 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from .report import COLUMNS, HARM, WEIGHTS, Table
+from .promises import HARM
+from .report import COLUMNS, WEIGHTS, Table
 
 MARKS = {  # colour and marker of each method
     "temperature": ("#7f7f7f", "|"),
