@@ -72,7 +72,7 @@ def run(task: Task, seed: int, folder: Folder, cache: Path, rows: Rows, sizes: S
     """Compute the rows of one trained network that are not there yet."""
     start = f"{task.name}/{seed}/"
     prepared = task.prepare(folder, cache, seed)
-    if f"{start}network" not in rows.found:
+    if f"{start}last / network" not in rows.found:
         for name, row in methods.network_rows(prepared, task.regression, sizes):
             rows.add(start + name, row)
     for weights in methods.weights_of(prepared):

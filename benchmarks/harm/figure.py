@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from .promises import HARM
-from .report import COLUMNS, WEIGHTS, Table
+from .report import COLUMNS, WEIGHTS, Table, named
 
 MARKS = {  # colour and marker of each method
     "temperature": ("#7f7f7f", "|"),
@@ -52,10 +52,10 @@ def draw(table: Table, path: Path) -> None:
 def _panel(axes: Axes, table: Table, tasks: list[str], weights: str) -> None:
     axes.axvspan(-HARM, HARM, color="#eeeeee", zorder=0)
     axes.axvline(0, color="black", linewidth=0.8, zorder=1)
-    present = [m for m in MARKS if any(table.excess(t, _name(m, weights)) is not None for t in tasks)]
+    present = [m for m in MARKS if any(table.excess(t, named(weights, m)) is not None for t in tasks)]
     for i, method in enumerate(present):
         offset = 0.6 * ((i + 0.5) / len(present) - 0.5)
-        points = [(table.excess(task, _name(method, weights)), y) for y, task in enumerate(tasks)]
+        points = [(table.excess(task, named(weights, method)), y) for y, task in enumerate(tasks)]
         shown = [(x, y + offset) for x, y in points if x is not None]
         colour, marker = MARKS[method]
         label = "temperature / validation noise" if method == "temperature" else COLUMNS[method]
@@ -67,7 +67,3 @@ def _panel(axes: Axes, table: Table, tasks: list[str], weights: str) -> None:
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-
-
-def _name(method: str, weights: str) -> str:
-    return method if method == "temperature" else f"{weights} / {method}"

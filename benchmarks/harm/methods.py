@@ -74,21 +74,29 @@ def key(weights: str, tuning: str, link: str | None) -> str:
 
 
 def network_rows(prepared: Prepared, regression: bool, sizes: Sizes) -> Iterator[tuple[str, dict]]:
-    """Score the network, and the network with one number fitted to the validation data."""
+    """Score the network, and the network with one number fitted to the validation data, on what posteriors see."""
+    yield from _network_rows("last", prepared, regression, sizes.test, sizes.outside)
+    if prepared.whole:
+        yield from _network_rows("all", prepared, regression, sizes.test_all, sizes.outside_all)
+
+
+def _network_rows(
+    which: str, prepared: Prepared, regression: bool, n_test: int, n_outside: int
+) -> Iterator[tuple[str, dict]]:
     splits, head = prepared.features, prepared.head
-    x, y = splits.test_x[: sizes.test], splits.test_y[: sizes.test]
-    outside = {name: other[: sizes.outside] for name, other in splits.outside.items()}
+    x, y = splits.test_x[:n_test], splits.test_y[:n_test]
+    outside = {name: other[:n_outside] for name, other in splits.outside.items()}
     with torch.no_grad():
         f, f_val = head(splits.train_x), head(splits.val_x)
         if regression:
             for name, out, target in (("network", f, splits.train_y), ("temperature", f_val, splits.val_y)):
                 noise = (out - target).square().mean().sqrt()
                 found = Values(head(x), noise.expand(len(x), 1))
-                yield name, scores.of_values(found, y) | {"sigma_noise": float(noise)}
+                yield f"{which} / {name}", scores.of_values(found, y) | {"sigma_noise": float(noise)}
             return
         for name, t in (("network", 1.0), ("temperature", best_temperature(f_val, splits.val_y))):
             row = scores.of_classes(lambda inputs, t=t: Classes((head(inputs) / t).softmax(-1)), x, y, outside)
-            yield name, row | {"softmax_temperature": t}
+            yield f"{which} / {name}", row | {"softmax_temperature": t}
 
 
 def best_temperature(logits: Tensor, y: Tensor) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from .report import COLUMNS, WEIGHTS, Table, aligned
+from .report import COLUMNS, WEIGHTS, Table, aligned, named
 from .tasks import TASKS
 
 HARM, HARM_SHARE, CALIBRATED = 0.01, 0.03, 0.005  # nats, of the network's NLL, nats
@@ -59,7 +59,9 @@ def acceptance(table: Table) -> str:
     """Check the promised lines, and name what breaks them."""
     lines = ["Acceptance"]
     for weights in WEIGHTS:
-        found = {t: (table.excess(t, f"{weights} / auto"), table.mean(t, "network")) for t in table.tasks}
+        found = {
+            t: (table.excess(t, f"{weights} / auto"), table.mean(t, named(weights, "network"))) for t in table.tasks
+        }
         known = {t: (e, n) for t, (e, n) in found.items() if e is not None and n is not None}
         worse = {t: e for t, (e, n) in known.items() if e > max(HARM, HARM_SHARE * abs(n))}
         lines.append(_line(f"auto, {weights}: NLL at most {HARM} or 3 % above the network's", known, worse))
@@ -70,7 +72,7 @@ def acceptance(table: Table) -> str:
     for method in ("evidence one_vs_rest", "auto", "calibrate"):
         for weights in WEIGHTS:
             pairs = {
-                f"{task}-{outside}": found - table.auroc(task, "network", "confidence")[outside]
+                f"{task}-{outside}": found - table.auroc(task, named(weights, "network"), "confidence")[outside]
                 for task in table.classes
                 for outside, found in table.auroc(task, f"{weights} / {method}", "epistemic").items()
             }

@@ -19,6 +19,14 @@ COLUMNS = {  # what a row's name ends with, and what stands above its column
 }
 
 
+BASES = ("network", "temperature")
+
+
+def named(weights: str, method: str) -> str:
+    """Return the name of a row: the network's are shared by the posteriors of a last layer, and by those of all."""
+    return f"{weights.split()[0] if method in BASES else weights} / {method}"
+
+
 class Table:
     """Means over seeds of every task, posterior and method."""
 
@@ -35,8 +43,8 @@ class Table:
         return fmean(found) if found else None
 
     def excess(self, task: str, method: str, over: str = "network") -> float | None:
-        """Return the NLL minus that of another method."""
-        found, other = self.mean(task, method), self.mean(task, over)
+        """Return the NLL minus that of the network or its temperature, on the same examples."""
+        found, other = self.mean(task, method), self.mean(task, named(method.split(" / ")[0], over))
         return None if found is None or other is None else found - other
 
     def auroc(self, task: str, method: str, score: str) -> dict[str, float]:
@@ -57,16 +65,16 @@ class Table:
         lines = [["task", "posterior", "network", "temperature", *(COLUMNS[column] for column in columns)]]
         for task in tasks:
             for weights in self.posteriors(task):
-                methods = ["network", "temperature", *(f"{weights} / {column}" for column in columns)]
-                lines.append([task, weights, *(_shown(self.mean(task, method)) for method in methods)])
+                methods = [*BASES, *columns]
+                lines.append([task, weights, *(_shown(self.mean(task, named(weights, method))) for method in methods)])
         return lines
 
     def calibration(self) -> list[list[str]]:
         """Return ECE and Brier score of network, temperature, auto and calibrate with a last layer."""
-        columns = ["network", "temperature", "last kron / evidence probit", "last kron / auto", "last kron / calibrate"]
-        lines = [["task", *(f"{what} {_short(column)}" for what in ("ECE", "Brier") for column in columns)]]
+        columns = [*BASES, "evidence probit", "auto", "calibrate"]
+        lines = [["task", *(f"{what} {column}" for what in ("ECE", "Brier") for column in columns)]]
         for task in self.classes:
-            scores = (self.mean(task, column, what) for what in ("ece", "brier") for column in columns)
+            scores = (self.mean(task, named("last kron", c), what) for what in ("ece", "brier") for c in columns)
             lines.append([task, *(_shown(score) for score in scores)])
         return lines
 
@@ -76,10 +84,11 @@ class Table:
         methods = ("evidence one_vs_rest", "auto", "calibrate")
         lines[0] += [f"{COLUMNS[m]}: {score}" for m in methods for score in ("confidence", "entropy", "epistemic")]
         for task in self.classes:
-            for outside in self.auroc(task, "network", "confidence"):
+            for outside in self.auroc(task, "last / network", "confidence"):
                 for weights in self.posteriors(task):
                     line = [task, outside, weights]
-                    line += [_shown(self.auroc(task, "network", s).get(outside), 3) for s in ("confidence", "entropy")]
+                    network = named(weights, "network")
+                    line += [_shown(self.auroc(task, network, s).get(outside), 3) for s in ("confidence", "entropy")]
                     for method in methods:
                         for score in ("confidence", "entropy", "epistemic"):
                             line.append(_shown(self.auroc(task, f"{weights} / {method}", score).get(outside), 3))
@@ -92,18 +101,20 @@ class Table:
         lines = [["task", "posterior", "network", "temperature", *columns]]
         for task in self.values:
             for weights in self.posteriors(task):
-                methods = ["network", "temperature", *(f"{weights} / {column}" for column in columns)]
-                pairs = [(self.mean(task, m, "coverage"), self.mean(task, m, "width")) for m in methods]
+                methods = [*BASES, *columns]
+                pairs = [
+                    tuple(self.mean(task, named(weights, m), what) for what in ("coverage", "width")) for m in methods
+                ]
                 lines.append([task, weights, *(f"{_shown(a, 2)} ({_shown(b, 2)})" for a, b in pairs)])
         return lines
 
     @property
     def classes(self) -> list[str]:
-        return [task for task in self.tasks if self.mean(task, "network", "ece") is not None]
+        return [task for task in self.tasks if self.mean(task, "last / network", "ece") is not None]
 
     @property
     def values(self) -> list[str]:
-        return [task for task in self.tasks if self.mean(task, "network", "coverage") is not None]
+        return [task for task in self.tasks if self.mean(task, "last / network", "coverage") is not None]
 
     def parts(self) -> list[tuple[str, list[list[str]]]]:
         """Return all tables with their titles."""
@@ -138,7 +149,3 @@ def piped(lines: Sequence[Sequence[str]]) -> str:
 
 def _shown(value: float | None, digits: int = 4) -> str:
     return "" if value is None else f"{value:.{digits}f}" if abs(value) < 10 else f"{value:.1f}"
-
-
-def _short(column: str) -> str:
-    return column.split(" / ")[-1]
