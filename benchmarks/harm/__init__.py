@@ -1,0 +1,1 @@
+"""Does a Laplace approximation make a trained network worse? Tasks, networks, methods, scores, tables and a figure."""
