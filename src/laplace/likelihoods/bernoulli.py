@@ -39,6 +39,7 @@ class Multilabel(Likelihood):
     name = "multilabel"
     ignored = IGNORED
     links = BINARY_LINKS
+    trusted_link = "quadrature"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = shaped_like_outputs(f, y, self.name)

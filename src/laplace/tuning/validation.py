@@ -14,10 +14,11 @@ from laplace.budget import Budget
 from laplace.errors import InputError
 from laplace.inference.linearised import sampled, through_link
 from laplace.likelihoods import Targets
+from laplace.linalg.contrasts import centred
 from laplace.linalg.sampling import Draws
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.queries import Covariances
+from laplace.predictive.queries import Contrasts, with_covariances
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning.scores import How, Predicted, Tally
 
@@ -59,7 +60,8 @@ class Validation:
         priors = [posterior.prior for posterior in posteriors]
         scalar = all(isinstance(prior, GaussianPrior) and prior.precision.numel() == 1 for prior in priors)
         step = self.budget.count(2 * fit.mean.nbytes) if scalar else 1  # other priors may need a matrix each
-        jacobian = None if self.how.pred_type == "nn" else forward.jacobian()
+        differences = self.how.approximation is not None and isinstance(self.how.approximation.needs(), Contrasts)
+        jacobian = None if self.how.pred_type == "nn" else forward.jacobian(centred=differences)
         for start in range(0, len(posteriors), step):
             part = posteriors[start : start + step]
             if len(part) < len(posteriors) or not scalar:
@@ -67,7 +69,7 @@ class Validation:
             if jacobian is None:
                 yield from (self._sampled(posterior, forward) for posterior in part)
             else:
-                yield from self._linearised(part, forward.outputs, jacobian)
+                yield from self._linearised(part, forward.outputs, jacobian, differences)
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
         draws = Draws(self.how.n_samples, _seeded(forward.outputs))
@@ -75,12 +77,15 @@ class Validation:
         p = posterior.fit.likelihood.inverse_link(samples).mean(0) if self.how.link else None
         return OutputSamples(samples), p
 
-    def _linearised(self, posteriors: Sequence[Posterior], f: Tensor, jacobian: Jacobian) -> Iterator[Predicted]:
+    def _linearised(
+        self, posteriors: Sequence[Posterior], f: Tensor, jacobian: Jacobian, differences: bool
+    ) -> Iterator[Predicted]:
+        """Yield predictions. The Jacobian is that of contrasts, if the link sees `differences` only."""
         likelihood, how = posteriors[0].fit.likelihood, self.how
         joint = how.loss is None and likelihood.joint and f.shape[1] > 1
         link = how.approximation
         if link is not None:
-            joint = joint or link.needs is Covariances
+            joint = joint or with_covariances(link.needs())
         variances = posteriors[0].curvature.sweep(jacobian, [p.gaussian for p in posteriors])
         for posterior in posteriors:
             if joint:
@@ -89,6 +94,8 @@ class Validation:
             else:
                 times = partial(posterior.gaussian.product, jacobian)
                 outputs = OutputGaussian(f, next(variances), times=times)
+            if differences:
+                outputs = replace(outputs, contrasts=replace(outputs, mean=centred(f)))
             draws = Draws(how.n_samples, _seeded(f))
             yield outputs, None if link is None else through_link(link, outputs, draws)[0]
 

@@ -69,9 +69,9 @@ class FunctionForward:
     def __init__(self, forward: Forward, gradients: Gradients) -> None:
         self.forward, self.gradients, self.outputs = forward, gradients, forward.outputs
 
-    def jacobian(self, outputs: Tensor | None = None) -> FunctionJacobian:
+    def jacobian(self, outputs: Tensor | None = None, centred: bool = False) -> FunctionJacobian:
         """The Jacobian as posteriors over functions ask for it."""
-        return FunctionJacobian(self.forward, outputs, self.gradients)
+        return FunctionJacobian(self.forward, outputs, self.gradients, centred)
 
     def copied(self) -> FunctionForward:
         """The same in memory of its own."""
@@ -92,19 +92,24 @@ class FunctionForward:
 class FunctionJacobian:
     """The Jacobian at new inputs, in float64, that remembers what it was asked: a grid of priors asks for the same."""
 
-    def __init__(self, forward: Forward, chosen: Tensor | None, gradients: Gradients) -> None:
-        self.forward, self.chosen, self.gradients = forward, chosen, gradients
+    def __init__(self, forward: Forward, chosen: Tensor | None, gradients: Gradients, centred: bool = False) -> None:
+        self.forward, self.chosen, self.gradients, self.centred = forward, chosen, gradients, centred
         self._known: dict[Hashable, Any] = {}
 
     @cached_property
     def asked(self) -> Jacobian:
-        """Of the chosen outputs."""
-        return self.forward.jacobian(self.chosen)
+        """Of the chosen outputs, or of the contrasts of all."""
+        return self.forward.jacobian(self.chosen, self.centred)
 
     @cached_property
     def whole(self) -> Jacobian:
         """Of all outputs."""
-        return self.asked if self.chosen is None else self.forward.jacobian()
+        return self.asked if self.chosen is None and not self.centred else self.forward.jacobian()
+
+    @cached_property
+    def plain(self) -> FunctionJacobian:
+        """That of the outputs themselves, where this is of contrasts."""
+        return FunctionJacobian(self.forward, self.chosen, self.gradients) if self.centred else self
 
     def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """What `make` gives, made the first time."""
