@@ -267,7 +267,7 @@ def test_it_prints_as_a_table():
     la, validation = problem("classification")
     text = repr(la.calibrate(validation))
     header = next(line for line in text.splitlines() if "NLL" in line)
-    assert header.split() == "NLL gain on network gain on rescaled ECE accuracy prior T".split()
+    assert header.split() == ["NLL", "gain", "on", "network", "gain", "on", "rescaled", "ECE", "accuracy", "prior", "T"]
     assert [line.split()[0] for line in text.splitlines()[4:9]] == ["network", "rescaled", "before", "best", "chosen"]
     assert max(map(len, text.splitlines())) <= 100
     la, validation = problem("regression")

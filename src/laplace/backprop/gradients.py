@@ -33,6 +33,11 @@ class Basis:
         """Return the transposed elementwise square, which maps weights per basis vector to weights per output."""
         return self.vectors.square().mT.contiguous()
 
+    @cached_property
+    def centred(self) -> Basis:
+        """Return the same vectors with the mean of their entries taken out: what they are to contrasts of outputs."""
+        return Basis(self.vectors - self.vectors.mean(1, keepdim=True))
+
 
 def rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -> x Q
     """Return x Q, the columns of x in a basis. None stands for the unit vectors."""
@@ -70,6 +75,12 @@ class KroneckerCovariance:
     def independent(cls, variances: Tensor, shape: tuple[int, ...]) -> KroneckerCovariance:  # (p,)
         """Return the covariance of independent weights of a tensor of that shape."""
         return cls(variances.reshape(1, shape[0] if shape else 1, -1))
+
+    @cached_property
+    def centred(self) -> KroneckerCovariance:
+        """Return the same covariance as contrasts of the rows see it. There must be a basis of the rows."""
+        assert self.left is not None
+        return KroneckerCovariance(self.variances, self.left.centred, self.right)
 
     def by_output(self, n: int) -> Tensor | None:  # (I, O), of a single group
         """Return M[i, c] = sum_o R[o, i] Q_B[c, o]^2, the variance that squared input i gives to output c.
@@ -350,8 +361,8 @@ class Forward(Protocol):
         """Return the exact Hessian of a loss of the outputs, or None if it equals the GGN."""
         ...
 
-    def jacobian(self, outputs: Tensor | None = None) -> Jacobian:
-        """Return the Jacobian of all outputs, or of the asked `outputs` only."""
+    def jacobian(self, outputs: Tensor | None = None, centred: bool = False) -> Jacobian:
+        """Return the Jacobian of all outputs, or of the asked `outputs` only; or of all contrasts, if `centred`."""
         ...
 
     def linearised(self, steps: Tensor) -> Tensor:

@@ -164,10 +164,10 @@ class HeadForward:
         """Return None: in the last layer the Hessian of these likelihoods equals the GGN, in closed form."""
         return
 
-    def jacobian(self, outputs: Tensor | None = None) -> HeadJacobian:
-        """Return the Jacobian, whose rows are phi (x) e_c."""
+    def jacobian(self, outputs: Tensor | None = None, centred: bool = False) -> HeadJacobian:
+        """Return the Jacobian, whose rows are phi (x) e_c; that of contrasts has phi (x) (e_c - 1/C)."""
         n, c = self.outputs.shape
-        return HeadJacobian(self.inputs, n, c, outputs)
+        return HeadJacobian(self.inputs, n, c, outputs, centred)
 
     def linearised(self, steps: Tensor) -> Tensor:
         """Return sum of step_W phi + step_b, (S, P) -> (S, N, C): the outputs are linear in the last layer."""

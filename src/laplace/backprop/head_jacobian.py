@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY
+from laplace.linalg.contrasts import centred, covariances_if_independent, variances_if_independent
 from laplace.linalg.symmetric import spectrum
 
 _CHUNK = 2**24  # most elements of an intermediate tensor
@@ -24,12 +25,13 @@ class HeadJacobian:
     n: int
     c: int
     index: Tensor | None = None  # the asked outputs, C' of them; None for all
+    centred: bool = False  # whether contrasts of all outputs stand in place of the outputs
     _parameters: list[HeadJacobianOf] = field(default_factory=list)
 
     @property
     def parameters(self) -> list[HeadJacobianOf]:
         if not self._parameters:
-            self._parameters.extend(HeadJacobianOf(a, self.n, self.c, self.index) for a in self.features)
+            self._parameters.extend(HeadJacobianOf(a, self.n, self.c, self.index, self.centred) for a in self.features)
         return self._parameters
 
     def variance(self, covariance: Covariance) -> Tensor:
@@ -59,6 +61,8 @@ class HeadJacobian:
         phi, dense = self._augmented.double(), self._by_output(covariance.matrix)
         if self.index is not None:
             dense = dense[self.index][:, :, self.index]
+        if self.centred:
+            dense = centred(centred(dense, 0), 2)
         return torch.einsum("ni,cidj,mj->ncmd", phi, dense, phi).to(self.features[0])
 
     def variance_in(self, basis: Tensor, variances: Tensor) -> Tensor:
@@ -69,6 +73,7 @@ class HeadJacobian:
 
     def along(self, steps: Tensor) -> Tensor:
         moved = along(self.features, steps, self.n, self.c)
+        moved = centred(moved) if self.centred else moved
         return moved if self.index is None else moved[..., self.index]
 
     def _factors(self, covariance: Covariance) -> Tensor:  # (C', I, I)
@@ -89,7 +94,7 @@ class HeadJacobian:
     def _key(self) -> object:
         """Return everything that the cached blocks of a covariance depend on."""
         asked = None if self.index is None else tuple(self.index.tolist())
-        return self.c, tuple(a.shape[1] for a in self.features), self.features[0].dtype, asked
+        return self.c, tuple(a.shape[1] for a in self.features), self.features[0].dtype, asked, self.centred
 
     @property
     def _augmented(self) -> Tensor:  # (N, I), the features of all tensors side by side
@@ -105,9 +110,10 @@ class HeadJacobian:
         return torch.cat(parts, 1).flatten()
 
     def _own_rows(self, matrix: Tensor) -> Tensor:  # (P, R) -> (C', I, R)
-        """Return the rows of a matrix that belong to each asked output's weights."""
+        """Return the rows of a matrix that belong to each asked output's weights, or contrasts of all of them."""
         order = self._order.to(matrix.device).unflatten(0, (self.c, -1))
-        return matrix[order if self.index is None else order[self.index]]
+        rows = matrix[order if self.index is None else order[self.index]]
+        return centred(rows, 0) if self.centred else rows
 
     def _by_output(self, covariance: Tensor) -> Tensor:  # (P, P) -> (C, I, C, I)
         if len(self.features) > 1:
@@ -118,12 +124,13 @@ class HeadJacobian:
 
 @dataclass(frozen=True)
 class HeadJacobianOf:
-    """One tensor's Jacobian: J[n, c, (o, i)] = [c = o] phi[n, i]."""
+    """One tensor's Jacobian: J[n, c, (o, i)] = [c = o] phi[n, i]; of contrasts, ([c = o] - 1/C) phi[n, i]."""
 
     features: Tensor  # (N, I), or (1, I) if it is the same for all examples
     n: int
     c: int
     index: Tensor | None = None  # the asked outputs, C' of them; None for all
+    centred: bool = False  # whether contrasts of all outputs stand in place of the outputs
     _rotated: dict[Basis | None, Tensor] = field(default_factory=dict)  # squares of the rotated features
 
     @property
@@ -137,6 +144,9 @@ class HeadJacobianOf:
         return self.c * self.features.shape[1]
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
+        if self.centred and spread.left is None:
+            return variances_if_independent(self._weights(spread)).expand(self.n, -1)
+        spread = spread.centred if self.centred else spread
         by_output = spread.by_output(self.n)
         if by_output is not None:
             return (self._squares(spread.right) @ self._cut(by_output)).expand(self.n, -1)
@@ -146,7 +156,7 @@ class HeadJacobianOf:
     def covariance(self, spread: KroneckerCovariance) -> Tensor:
         w = self._weights(spread)
         if spread.left is None:
-            dense = self._cut(w).diag_embed()
+            dense = covariances_if_independent(w) if self.centred else self._cut(w).diag_embed()
         else:
             rows = self._rows(spread.left)
             dense = (rows * w.unsqueeze(1)) @ rows.T
@@ -155,7 +165,7 @@ class HeadJacobianOf:
     def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
         w = self._weights(spread)
         if spread.left is None:
-            return v * self._cut(w)
+            return centred(centred(v) * w) if self.centred else v * self._cut(w)
         rows = self._rows(spread.left)
         return ((v @ rows) * w) @ rows.T
 
@@ -163,7 +173,7 @@ class HeadJacobianOf:
         a = self._rotate(spread.right).expand(self.n, -1)
         inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances[0], a)
         if spread.left is None:
-            dense = self._cut(inner).diag_embed()
+            dense = covariances_if_independent(inner) if self.centred else self._cut(inner).diag_embed()
         else:
             rows = self._rows(spread.left)
             dense = torch.einsum("co,nmo,do->nmcd", rows, inner, rows)
@@ -172,31 +182,35 @@ class HeadJacobianOf:
     def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:  # (S, p) -> (S, n, C')
         rows, by_output = self.features.expand(self.n, -1)[part], steps.unflatten(1, (self.c, -1))
         by_output = by_output if self.index is None else by_output[:, self.index]
+        by_output = centred(by_output, 1) if self.centred else by_output
         return torch.einsum("ni,sci->snc", rows, by_output)
 
     def times(self, matrix: Tensor, part: slice) -> Tensor:  # (p, R) -> (C', n, R)
         """Return J times a matrix for some examples."""
         by_output = matrix.unflatten(0, (self.c, -1))
         by_output = by_output if self.index is None else by_output[self.index]
+        by_output = centred(by_output, 0) if self.centred else by_output
         return self.features.expand(self.n, -1)[part] @ by_output
 
     def alone(self) -> HeadJacobian:
-        return HeadJacobian([self.features], self.n, self.c, self.index)
+        return HeadJacobian([self.features], self.n, self.c, self.index, self.centred)
 
     def cross(self, other: Outer) -> Tensor:  # (N, C', M, L)
-        return torch.einsum("nm,lmc->ncml", self._input_products(other), self._cut(other.g[:, :, 0, :, 0]))
+        g = other.g[:, :, 0, :, 0]
+        return torch.einsum("nm,lmc->ncml", self._input_products(other), centred(g) if self.centred else self._cut(g))
 
     def cross_each(self, other: Outer) -> Tensor:  # (C, N, M)
         return self._input_products(other) * other.g[:, :, 0, :, 0].diagonal(dim1=0, dim2=2).T.unsqueeze(1)
 
     def double(self) -> HeadJacobianOf:
-        return HeadJacobianOf(self.features.double(), self.n, self.c, self.index)
+        return HeadJacobianOf(self.features.double(), self.n, self.c, self.index, self.centred)
 
     def _cut(self, x: Tensor) -> Tensor:  # (..., C) -> (..., C')
         return x if self.index is None else x[..., self.index]
 
     def _rows(self, left: Basis) -> Tensor:  # (C', C)
-        """Return the unit vectors of the asked outputs in a basis of output space."""
+        """Return the unit vectors of the asked outputs, or contrasts of all, in a basis of output space."""
+        left = left.centred if self.centred else left
         return left.vectors[0] if self.index is None else left.vectors[0][self.index]
 
     def _input_products(self, other: Outer) -> Tensor:  # (N, M)

@@ -40,17 +40,20 @@ class LastCall:
         near = min(10 * torch.finfo(f.dtype).eps ** 0.5, 0.1)
         return bool((found - expected).abs().max() <= near * expected.abs().max())
 
-    def jacobians(self, plan: Plan, outputs: Tensor | None, dtype: torch.dtype) -> dict[str, HeadJacobianOf]:
+    def jacobians(
+        self, plan: Plan, outputs: Tensor | None, dtype: torch.dtype, centred: bool
+    ) -> dict[str, HeadJacobianOf]:
         """Return the Jacobians in the layer's own tensors, by their names in the layout."""
         read = self.call.args[0] if self.call.args else self.call.kwargs["input"]
         phi, n, c = read.to(dtype), len(read), self.layer.out_features
         inputs = {"weight": phi, "bias": phi.new_ones(1, 1)}
         keys = plan.owners[self.call.name].keys
-        return {name: HeadJacobianOf(inputs[key], n, c, outputs) for key, name in keys.items()}
+        return {name: HeadJacobianOf(inputs[key], n, c, outputs, centred) for key, name in keys.items()}
 
-    def rows(self, outputs: Tensor | None, attached: bool) -> Tensor:  # (C', H)
-        """Return the rows of W, which are the gradients of the asked outputs at the layer's input."""
+    def rows(self, outputs: Tensor | None, attached: bool, centred: bool) -> Tensor:  # (C', H)
+        """Return the rows of W, which are the gradients of the asked outputs, or contrasts, at the layer's input."""
         weight = self.layer.weight if attached else self.layer.weight.detach()
+        weight = weight - weight.mean(0) if centred else weight
         return weight if outputs is None else weight[outputs]
 
 

@@ -255,13 +255,17 @@ class NetworkForward:
         rows = self.positions.rows(f)
         return rows if self.rows.kept is None else rows.index_select(0, self.rows.kept)
 
-    def jacobian(self, outputs: Tensor | None = None) -> NetworkJacobian | RowsJacobian:
-        """Return gradients of the unit vectors of output space at every position, or of the asked outputs."""
+    def jacobian(self, outputs: Tensor | None = None, centred: bool = False) -> NetworkJacobian | RowsJacobian:
+        """Return gradients of the unit vectors of output space at every position, or of the asked outputs.
+
+        If `centred`, the vectors are contrasts, e_c - 1/C.
+        """
         plain = not self.positions.several and self.rows.kept is None
         last = self._last_call() if plain else None
         if last is not None:
-            return self._from_inside(last, outputs)
+            return self._from_inside(last, outputs, centred)
         v = self.rows.units(outputs, self.outputs)
+        v = v - v.mean(-1, keepdim=True) if centred else v
         whole = self._jacobian_of(self._uses(v, self._batched(len(v)), first=True))
         return whole if plain else RowsJacobian(whole, self.rows, self._jacobian_of)
 
@@ -271,11 +275,11 @@ class NetworkForward:
             return None
         return last_call(self.calls, self.plan.head, self.f)
 
-    def _from_inside(self, last: LastCall, outputs: Tensor | None) -> NetworkJacobian:
+    def _from_inside(self, last: LastCall, outputs: Tensor | None, centred: bool) -> NetworkJacobian:
         """Return the Jacobian, in closed form for the last layer, from the rows of its weight for layers below."""
         last.call.check_unwritten()
-        v = last.rows(outputs, self.attached).to(self.f.dtype).unsqueeze(1).expand(-1, len(self.f), -1)
-        own = last.jacobians(self.plan, outputs, self.dtype)
+        v = last.rows(outputs, self.attached, centred).to(self.f.dtype).unsqueeze(1).expand(-1, len(self.f), -1)
+        own = last.jacobians(self.plan, outputs, self.dtype, centred)
         uses = self._uses(v, self._batched(len(v)), first=True, last=last)
         names = self.network.weights.layout.names
         return self._jacobian_of([own.get(name, use) for name, use in zip(names, uses, strict=True)])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward, Jacobian
+from laplace.linalg.contrasts import centred, centred_twice
 from laplace.linalg.sampling import Draws, normals
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link, onto_simplex
 from laplace.predictive.outputs import OutputGaussian, require_finite
+from laplace.predictive.queries import Contrasts
 
 _CHUNK = 2**25  # how many weights to draw at a time
+_LOST = 1e-4  # of a contrast's variance may be lost to rounding
 
 
 def linearised(posterior: Posterior, f: Tensor, jacobian: Jacobian, with_covariance: bool) -> OutputGaussian:
@@ -29,6 +33,31 @@ def with_products(posterior: Posterior, f: Tensor, jacobian: Jacobian) -> Output
     """Return N(f, S) with the variances, and S v on request."""
     gaussian = posterior.gaussian
     return OutputGaussian(f, gaussian.variance(jacobian), times=lambda v: gaussian.product(jacobian, v))
+
+
+def contrasted(posterior: Posterior, forward: Forward, need: Contrasts) -> OutputGaussian:
+    """Return the Gaussian of the outputs with that of their contrasts, or that of the contrasts alone.
+
+    If both are asked for, contrasts of covariances will do, unless a common shift is so large that they lose digits.
+    """
+    f, outputs = forward.outputs, None
+    if need.beside:
+        outputs = linearised(posterior, f, forward.jacobian(), need.covariances)
+        contrasts = None if outputs.covariance is None else _contrasts_of(outputs, outputs.covariance)
+        if contrasts is not None:
+            return replace(outputs, contrasts=contrasts)
+    contrasts = linearised(posterior, centred(f), forward.jacobian(centred=True), need.covariances)
+    return replace(outputs or contrasts, contrasts=contrasts)
+
+
+def _contrasts_of(outputs: OutputGaussian, covariance: Tensor) -> OutputGaussian | None:
+    """Return the Gaussian of contrasts; None if its variances would be off by a share of more than `_LOST`."""
+    found = centred_twice(covariance.double())
+    variance = found.diagonal(dim1=1, dim2=2)
+    rounding = torch.finfo(covariance.dtype).eps * outputs.variance.amax(1)
+    if (rounding > _LOST * variance.amin(1)).any():
+        return None
+    return OutputGaussian(centred(outputs.mean), variance.to(covariance), found.to(covariance))
 
 
 def sampled(

@@ -22,7 +22,7 @@ from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined, require_finite
 from laplace.predictive.positions import Positions
 from laplace.predictive.prediction import Prediction
-from laplace.predictive.queries import Covariances, Functions, Joint, Variances
+from laplace.predictive.queries import Contrasts, Covariances, Functions, Joint, Query, Variances, with_covariances
 from laplace.predictive.reshape import PredictionAtPositions, Reshaper
 
 _FEW_DRAWS = 1000  # so many draws are not checked: they fit into memory if the outputs do
@@ -98,7 +98,7 @@ def call(
             assert whole.outputs.covariance is not None
             return whole.outputs.mean[0], whole.outputs.covariance[0]
         if how is not None:
-            parts = shape.watch(scaled_outputs(source, inputs, Variances() if diagonal_output else how.needs()))
+            parts = shape.watch(scaled_outputs(source, inputs, _needed(how, diagonal_output)))
             return shape(torch.cat([_linked(source, link, how, part, draws, diagonal_output) for part in parts]))
         answer = Answer(frame.budget, "Take fewer inputs at a time, or diagonal_output=True.")
         need = Variances(chosen) if diagonal_output else Covariances(chosen)
@@ -148,7 +148,7 @@ def predict(
     """
     frame, response, c = source.frame, source.likelihood.response, source.n_outputs
     pred_type = pred_type_named(pred_type, frame.functional)
-    link, how = response.link_of(link_approx)
+    link, how = response.link_of(link_approx, trusted=True)
     draws = _draws(source, n_samples, 2, generator)
     if diagonal_output is not None:
         diagonal_output = flag(diagonal_output, "diagonal_output")
@@ -156,8 +156,11 @@ def predict(
         draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
     state = None if draws.generator is None else draws.generator.get_state()
     parts: list[tuple[OutputGaussian | OutputSamples, Tensor | None]] = []
-    shape, needed = Reshaper(), how is not None and how.needs is Covariances
+    shape, needed = Reshaper(), how is not None and with_covariances(how.needs())
     independent = c > _MAX_COVARIANCE and not needed if diagonal_output is None else diagonal_output
+    need: Query = Variances() if independent else Covariances()
+    if response.only_differences:
+        need = Contrasts(covariances=not independent, beside=True)
     answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
     with torch.set_grad_enabled(frame.enable_backprop):
         for where, inputs in prediction_batches(x, frame.keys, model_kwargs, flag(progress_bar, "progress_bar")):
@@ -171,7 +174,6 @@ def predict(
                     shape.add(here)
                     parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
                     continue
-                need = Variances() if independent else Covariances()
                 for part in shape.watch(scaled_outputs(source, inputs, need, answer), further=True):
                     mean = None if how is None else _linked(source, link, how, part, draws, independent)
                     parts.append((part.outputs, mean))
@@ -374,6 +376,14 @@ def _linked(
             "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
         )
     return require_finite(p, f"the mean of {name}")
+
+
+def _needed(link: Link, independent: bool) -> Query:
+    """Return what a link asks for, without covariances if the outputs are to be treated as independent."""
+    need = link.needs()
+    if not independent:
+        return need
+    return Contrasts() if isinstance(need, Contrasts) else Variances()
 
 
 def _chosen(source: Source, outputs: Any, refused: bool) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Forward
 from laplace.budget import Budget
-from laplace.inference.linearised import linearised, sampled, with_products
+from laplace.inference.linearised import contrasted, linearised, sampled, with_products
 from laplace.inference.runner import Runner
 from laplace.likelihoods import Likelihood
 from laplace.linalg.sampling import Draws
@@ -23,7 +23,7 @@ from laplace.network.batches import Inputs, Keys
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.positions import Positions
-from laplace.predictive.queries import Covariances, Functions, Joint, Products, Query
+from laplace.predictive.queries import Contrasts, Covariances, Functions, Joint, Products, Query, with_covariances
 from laplace.predictive.reshape import Reshaper
 
 FEWER = "Ask for fewer draws, or for fewer inputs at a time."
@@ -156,12 +156,16 @@ def outputs_of(la: Fitted, inputs: Inputs, need: Query, answer: Answer | None = 
         else:
             yield _weight_draws(la, inputs, need, answer)
     else:
-        chosen = None if isinstance(need, Products) else need.chosen
+        chosen = None if isinstance(need, (Products, Contrasts)) else need.chosen
         c = fit.n_outputs if chosen is None else len(chosen)
         runs = runner.runs(fit, inputs)
         if answer is not None:
-            runs = answer.on(runs, c**2 if isinstance(need, Covariances) else c)
+            both = 2 if isinstance(need, Contrasts) and need.beside else 1
+            runs = answer.on(runs, both * (c**2 if with_covariances(need) else c))
         for run in runs:
+            if isinstance(need, Contrasts):
+                yield Part(run.positions, contrasted(posterior, run, need))
+                continue
             f = run.outputs if chosen is None else run.outputs[:, chosen]
             jacobian = run.jacobian(chosen)
             if isinstance(need, Products):

@@ -41,6 +41,8 @@ class Categorical(OneOfSeveral):
     name = "classification"
     has_logits = True
     links = CATEGORICAL_LINKS
+    trusted_link = "one_vs_rest"
+    only_differences = True
 
     def __init__(
         self, label_smoothing: float = 0.0, class_weights: Any = None, ignore_index: int | None = None
@@ -140,7 +142,7 @@ class Categorical(OneOfSeveral):
         """Return the distribution of y; for the bridge links, the Dirichlet distribution of p instead."""
         if isinstance(outputs, OutputGaussian) and link in ("bridge", "bridge_norm"):
             concentration = bridge_concentration if link == "bridge" else bridge_norm_concentration
-            return Dirichlet(concentration(outputs.mean, outputs.variance))
+            return Dirichlet(concentration(outputs.mean, outputs.contrast_variance))
         return super().distribution(outputs, p, sigma, link)
 
     def _index(self, y: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class Ordinal(OneOfSeveral):
     name = "ordinal"
     ignored = IGNORED
     hessian_is_fisher = False
+    trusted_link = "quadrature"
 
     def __init__(self, cut_points: int | Sequence[float] | Tensor | None = None) -> None:
         self.cut_points = _checked_cut_points(cut_points)

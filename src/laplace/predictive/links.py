@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from laplace.linalg.sampling import Draws
+from laplace.predictive.one_vs_rest import one_vs_rest
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.queries import Covariances, Products, Variances
+from laplace.predictive.queries import Contrasts, Products, Query, Variances
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,13 @@ class Link:
 
     Attributes:
         apply: Maps the outputs' Gaussian and the `Draws` to use to the mean, (N, K).
-        needs: The query that gives as much of S as `apply` uses.
+        needs: Makes the query that gives as much of S as `apply` uses: `Variances`, `Products`, `Covariances` or
+            `Contrasts`, for links that see differences of outputs only.
         may_leave_simplex: Whether wide Gaussians can push the mean off the simplex.
     """
 
     apply: Callable[[OutputGaussian, Draws], Tensor]
-    needs: type[Variances] | type[Products] | type[Covariances] = Variances
+    needs: Callable[[], Query] = Variances
     may_leave_simplex: bool = False
 
     @classmethod
@@ -35,9 +37,18 @@ class Link:
         """Make a link from a closed form `mean(f, variance)`."""
         return cls(partial(_closed_form, mean))  # which can be pickled, unlike a lambda
 
+    @classmethod
+    def of_contrasts(cls, mean: Callable[[Tensor, Tensor], Tensor]) -> Link:
+        """Make a link from a closed form `mean(f, variance of the contrasts f_c - mean of f)`."""
+        return cls(partial(_of_contrasts, mean), Contrasts)
+
 
 def _closed_form(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGaussian, draws: Draws) -> Tensor:
     return mean(outputs.mean, outputs.variance)
+
+
+def _of_contrasts(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGaussian, draws: Draws) -> Tensor:
+    return mean(outputs.mean, outputs.contrast_variance)
 
 
 def softmax(f: Tensor) -> Tensor:
@@ -51,7 +62,10 @@ def probit(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
 
 
 def bridge_concentration(f: Tensor, variance: Tensor) -> Tensor:
-    """Return the Laplace bridge's Dirichlet: alpha_i = (1 - 2/C + exp(f_i)/C^2 sum_j exp(-f_j)) / S_ii."""
+    """Return the Laplace bridge's Dirichlet: alpha_i = (1 - 2/C + exp(f_i)/C^2 sum_j exp(-f_j)) / S_ii.
+
+    `variance` is that of the contrasts f_i - mean of f: the bridge is for logits without a common shift.
+    """
     return _log_bridge(f, variance).exp().clamp(max=torch.finfo(f.dtype).max)
 
 
@@ -140,8 +154,9 @@ def _normalised(weights: Tensor) -> Tensor:
 
 CATEGORICAL_LINKS: Final[dict[str, Link]] = {
     "probit": Link.of_variances(probit),
-    "mc": Link(MonteCarlo(softmax), Covariances),
-    "bridge": Link.of_variances(bridge),
-    "bridge_norm": Link.of_variances(bridge_norm),
+    "one_vs_rest": Link.of_contrasts(one_vs_rest),
+    "mc": Link(MonteCarlo(softmax), partial(Contrasts, covariances=True)),
+    "bridge": Link.of_contrasts(bridge),
+    "bridge_norm": Link.of_contrasts(bridge_norm),
     "delta": Link(_delta, Products, may_leave_simplex=True),
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import NumericalError
+from laplace.linalg.contrasts import as_if_independent, centred_twice, variances_if_independent
 from laplace.linalg.sampling import Draws, normals_by_example
 from laplace.linalg.symmetric import spectrum
 
@@ -24,12 +25,15 @@ class OutputGaussian:
         variance: (N, C).
         covariance: (N, C, C), if it was asked for.
         times: Maps v (N, C) to S v, if that is possible without the covariance.
+        contrasts: The Gaussian of f_c - mean of f, if it was asked for: all that softmax sees of f. Its variances are
+            not differences of the outputs' own, which a common shift may dominate.
     """
 
     mean: Tensor
     variance: Tensor
     covariance: Tensor | None = None
     times: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
+    contrasts: OutputGaussian | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         require_finite(self.variance if self.covariance is None else self.covariance, "the variance of the outputs")
@@ -38,12 +42,25 @@ class OutputGaussian:
             object.__setattr__(self, "covariance", (self.covariance + self.covariance.mT) / 2)
 
     def marginals(self) -> OutputGaussian:
-        """Return the same Gaussian without covariances: its outputs are treated as independent."""
-        return OutputGaussian(self.mean, self.variance)
+        """Return the same Gaussian without covariances: its outputs are treated as independent but for a shift."""
+        contrasts = None if self.contrasts is None else self.contrasts.marginals()
+        return OutputGaussian(self.mean, self.variance, contrasts=contrasts)
+
+    @property
+    def contrast_variance(self) -> Tensor:  # (N, C)
+        """Return the variances of f_c - mean of f. If no covariances are known, the outputs are independent."""
+        if self.contrasts is not None:
+            return self.contrasts.variance
+        if self.covariance is not None:
+            return centred_twice(self.covariance).diagonal(dim1=1, dim2=2).clamp(min=0)
+        return variances_if_independent(self.variance)
 
     def scaled(self, factor: float) -> OutputGaussian:
         """Return N(a f, a^2 S) for a factor a."""
-        return self if factor == 1 else replace(self.widened(factor * factor), mean=factor * self.mean)
+        if factor == 1:
+            return self
+        contrasts = None if self.contrasts is None else self.contrasts.scaled(factor)
+        return replace(self.widened(factor * factor), mean=factor * self.mean, contrasts=contrasts)
 
     def widened(self, factor: float) -> OutputGaussian:
         """Return N(f, a S) for a factor a."""
@@ -53,6 +70,7 @@ class OutputGaussian:
             variance=factor * self.variance,
             covariance=None if covariance is None else factor * covariance,
             times=None if times is None else lambda v: factor * times(v),
+            contrasts=None if self.contrasts is None else self.contrasts.widened(factor),
         )
 
     def product(self, v: Tensor) -> Tensor:  # (N, C) -> (N, C)
@@ -63,8 +81,22 @@ class OutputGaussian:
             return torch.einsum("ncd,nd->nc", self.covariance, v)
         return self.variance * v
 
+    def _with_some_shift(self) -> OutputGaussian:
+        """Return, for the Gaussian of contrasts, one of outputs that have them: its covariance is not singular."""
+        if self.covariance is None:
+            return OutputGaussian(self.mean, as_if_independent(self.variance))
+        c = self.mean.shape[1]
+        shift = self.variance.sum(-1) / (c * max(1, c - 1))  # the mean of the other eigenvalues, over C
+        return OutputGaussian(self.mean, self.variance, self.covariance + shift[:, None, None])
+
     def draws(self, how: Draws) -> Iterator[Tensor]:
-        """Yield draws for consecutive chunks of inputs, (S, n, C). Without covariances, outputs are independent."""
+        """Yield draws for consecutive chunks of inputs, (S, n, C). Without covariances, outputs are independent.
+
+        If the contrasts are known, draws have these, and a common shift of no meaning: for who sees differences only.
+        """
+        if self.contrasts is not None:
+            yield from self.contrasts._with_some_shift().draws(how)
+            return
         step = max(1, _CHUNK // (how.n * self.mean.shape[1]))
         for start in range(0, max(1, self.mean.shape[0]), step):
             part = slice(start, start + step)
@@ -147,10 +179,15 @@ def joined(parts: list[OutputGaussian | OutputSamples]) -> OutputGaussian | Outp
     samples = [part.samples for part in parts if isinstance(part, OutputSamples)]
     if samples:
         return OutputSamples(torch.cat(samples, 1))
-    gaussians = [part for part in parts if isinstance(part, OutputGaussian)]
+    return _joined([part for part in parts if isinstance(part, OutputGaussian)])
+
+
+def _joined(gaussians: list[OutputGaussian]) -> OutputGaussian:
     covariances = [g.covariance for g in gaussians if g.covariance is not None]
+    contrasts = [g.contrasts for g in gaussians if g.contrasts is not None]
     return OutputGaussian(
         torch.cat([g.mean for g in gaussians]),
         torch.cat([g.variance for g in gaussians]),
         torch.cat(covariances) if covariances else None,
+        contrasts=_joined(contrasts) if contrasts else None,
     )

@@ -37,6 +37,22 @@ class Covariances:
 
 
 @dataclass(frozen=True)
+class Contrasts:
+    """Ask for the Gaussian of the contrasts f_c - mean of f, which a shift of all outputs does not change.
+
+    They are computed from contrasts of gradients, so that the variance of a common shift, which may be a million times
+    larger if only the prior bounds it, is never there to cancel.
+
+    Attributes:
+        covariances: Whether to ask for their covariances, (N, C, C), besides their variances.
+        beside: Whether to ask for the same of the outputs themselves, too.
+    """
+
+    covariances: bool = False
+    beside: bool = False
+
+
+@dataclass(frozen=True)
 class Joint:
     """Ask for one Gaussian over the outputs at all inputs together, (1, N C).
 
@@ -62,4 +78,9 @@ class Functions:
     exact: bool
 
 
-Query = Variances | Products | Covariances | Joint | Functions
+Query = Variances | Products | Covariances | Contrasts | Joint | Functions
+
+
+def with_covariances(need: Query) -> bool:
+    """Whether a query asks for the covariances of each input's outputs, or of their contrasts."""
+    return isinstance(need, Covariances) or (isinstance(need, Contrasts) and need.covariances)

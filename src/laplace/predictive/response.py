@@ -27,22 +27,33 @@ class Response(ABC):
 
     Attributes:
         links: What `link_approx` may be, by name.
+        trusted_link: The name of the link that is the default of `la.predict`, and of tuning by validation data; empty
+            for the first of `links`. `la(x)` keeps the first, which is laplace-torch's.
+        only_differences: Whether a shift of all outputs leaves `inverse_link(f)` as it is, as with softmax.
         joint: Whether covariances between outputs enter the distribution of y.
     """
 
     links: Mapping[str, Link] = {}
+    trusted_link: str = ""
+    only_differences: bool = False
     joint: bool = False
 
-    def link_named(self, name: str | None) -> str:
-        """Return the name of the link, or of the default one for None. Without links, any name is accepted."""
+    def link_named(self, name: str | None, trusted: bool = False) -> str:
+        """Return the name of the link. For None, that of the first, or of `trusted_link` if `trusted`.
+
+        Without links, any name is accepted.
+        """
         if not self.links:
             return ""
-        return next(iter(self.links)) if name is None else choice(name, self.links, "link_approx")
+        if name is None:
+            return self.trusted_link if trusted and self.trusted_link else next(iter(self.links))
+        return choice(name, self.links, "link_approx")
 
-    def link_of(self, link: str | Link | None) -> tuple[str, Link | None]:
+    def link_of(self, link: str | Link | None, trusted: bool = False) -> tuple[str, Link | None]:
         """Return a link with its name: the one of that name, the usual one, or one of the user's own.
 
-        The name is empty, and there is no link, where outputs stand for themselves.
+        The name is empty, and there is no link, where outputs stand for themselves. `trusted` chooses the usual one, as
+        in `link_named`.
         """
         if isinstance(link, Link):
             if not self.links:
@@ -51,7 +62,7 @@ class Response(ABC):
                     "for themselves. Leave it out."
                 )
             return "own link", link
-        name = self.link_named(link)
+        name = self.link_named(link, trusted)
         return name, self.links[name] if name else None
 
     def location_outputs(self, n_outputs: int) -> slice:

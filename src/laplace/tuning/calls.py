@@ -102,7 +102,7 @@ def tune(
         ood_loader: inputs from outside the distribution.
         ood_weight: how much these count, in (0, 1].
         pred_type: of the predictions that are scored.
-        link_approx: of the predictions that are scored.
+        link_approx: of the predictions that are scored; that of `la.predict` if left out.
         n_samples: of the predictions that are scored; drawn numbers are the same at every point.
         bounds: (low, high) for each of the three, where other than the usual ones are wanted.
         grid_size: of 'loo', 'validation' and 'bayesian', values in the first grid.
@@ -185,7 +185,7 @@ def optimize_prior_precision(
         log_prior_prec_min: the grid's lower end, as a power of `log_prior_prec_base`.
         log_prior_prec_max: the grid's upper end.
         grid_size: how many values it has.
-        link_approx: of the predictions that are scored.
+        link_approx: of the predictions that are scored; that of `la(x)`, such as 'probit', if left out.
         n_samples: of the predictions that are scored.
         verbose: whether steps and result are printed.
         progress_bar: whether runs over the loader show one.
@@ -207,7 +207,7 @@ def optimize_prior_precision(
         with torch.no_grad():
             tuned = ByEvidence(n_steps, start, verbose).tune(Problem(la, kinds, groups))
     else:
-        how = how_scored(la, pred_type, link_approx, n_samples, loss)
+        how = how_scored(la, pred_type, link_approx, n_samples, loss, trusted=False)
         grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
         grids = {"prior_precision": grid, "sigma_noise": log_grid(-3, 3, grid_size, 10.0)}
         again = groups != "scalar" or tune_sigma_noise

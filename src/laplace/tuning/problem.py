@@ -220,10 +220,19 @@ def _expected_posteriors(kinds: int, coordinates: int) -> int:
 
 
 def how_scored(
-    la: Posteriors, pred_type: str, link_approx: Any, n_samples: int, loss: Any, ood_weight: float = 0.5
+    la: Posteriors,
+    pred_type: str,
+    link_approx: Any,
+    n_samples: int,
+    loss: Any,
+    ood_weight: float = 0.5,
+    trusted: bool = True,
 ) -> How:
-    """Return how predictions are made and scored, checked before the network runs."""
-    link, own = la.runner.spec.likelihood.link_of(link_approx)
+    """Return how predictions are made and scored, checked before the network runs.
+
+    If no link is given, predictions are those of `la.predict`, or of `la(x)` if not `trusted`.
+    """
+    link, own = la.runner.spec.likelihood.link_of(link_approx, trusted)
     kind = pred_type_named(pred_type, la.runner.spec.structure.functional)
     draws = whole_number(n_samples, "n_samples", 2)
     how = How(kind, link, draws, loss, ood_weight, own, la.softmax_temperature)

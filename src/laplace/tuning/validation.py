@@ -14,10 +14,11 @@ from laplace.budget import Budget
 from laplace.errors import InputError
 from laplace.inference.linearised import sampled, through_link
 from laplace.likelihoods import Targets
+from laplace.linalg.contrasts import centred
 from laplace.linalg.sampling import Draws
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.queries import Covariances
+from laplace.predictive.queries import Contrasts, Variances, with_covariances
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning.scores import How, Predicted, Tally
 
@@ -73,19 +74,21 @@ class Validation:
         It holds what the link needs: variances, products or covariances. With `covariances`, it always holds those.
         """
         likelihood, how, f = posteriors[0].fit.likelihood, self.how, forward.outputs
-        link = how.approximation
+        need = Variances() if how.approximation is None else how.approximation.needs()
+        differences = isinstance(need, Contrasts)
         joint = how.loss is None and likelihood.joint and f.shape[1] > 1
-        joint = joint or covariances or (link is not None and link.needs is Covariances)
-        jacobian = forward.jacobian()
+        joint = joint or covariances or with_covariances(need)
+        jacobian = forward.jacobian(centred=differences)
         for part in in_parts(posteriors, self.budget):
             variances = part[0].curvature.sweep(jacobian, [p.gaussian for p in part])
             for posterior in part:
                 if joint:
                     covariance = posterior.gaussian.covariance(jacobian)
-                    yield OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
+                    outputs = OutputGaussian(f, covariance.diagonal(dim1=1, dim2=2), covariance)
                 else:
-                    times = partial(posterior.gaussian.product, jacobian)
-                    yield OutputGaussian(f, next(variances), times=times)
+                    times = None if differences else partial(posterior.gaussian.product, jacobian)
+                    outputs = OutputGaussian(f, next(variances), times=times)
+                yield replace(outputs, contrasts=replace(outputs, mean=centred(f))) if differences else outputs
 
     def _sampled(self, posterior: Posterior, forward: Forward) -> Predicted:
         draws = seeded(self.how.n_samples, forward.outputs)

@@ -23,6 +23,7 @@ from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Aske
 from laplace.backprop.gradients import Jacobian
 from laplace.checks import shown
 from laplace.errors import OptionError
+from laplace.linalg.contrasts import covariances_if_independent, variances_if_independent
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import Clipped, cholesky, clip, spectrum
 from laplace.structures.base import Forms, Sums
@@ -248,11 +249,16 @@ class GPGaussian(FunctionGaussian):
 class IndependentGaussian(GPGaussian):
     """Treats each output as a Gaussian process by itself, without covariances between outputs."""
 
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        own = super().variance(jacobian)
+        return variances_if_independent(own) if _of_contrasts(jacobian) else own
+
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        return self.variance(jacobian).diag_embed()
+        own = super().variance(jacobian)
+        return covariances_if_independent(own) if _of_contrasts(jacobian) else own.diag_embed()
 
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
-        return self.variance(jacobian) * v
+        return (self.covariance(jacobian) @ v.unsqueeze(-1)).squeeze(-1)
 
     def joint(self, jacobian: Jacobian) -> Tensor:
         j, x = self._rows(jacobian)  # (N, C, M)
@@ -262,5 +268,9 @@ class IndependentGaussian(GPGaussian):
 
     def _rows(self, jacobian: Jacobian) -> tuple[FunctionJacobian, Tensor]:  # (N, C, M)
         assert isinstance(jacobian, FunctionJacobian)
-        rows = self.solver.rows(jacobian).transpose(0, 1)
-        return jacobian, rows if jacobian.chosen is None else rows[:, jacobian.chosen]
+        rows = self.solver.rows(jacobian.plain).transpose(0, 1)
+        return jacobian.plain, rows if jacobian.chosen is None else rows[:, jacobian.chosen]
+
+
+def _of_contrasts(jacobian: Jacobian) -> bool:
+    return isinstance(jacobian, FunctionJacobian) and jacobian.centred

@@ -69,9 +69,9 @@ class FunctionForward:
     def __init__(self, forward: Forward, gradients: Gradients) -> None:
         self.forward, self.gradients, self.outputs = forward, gradients, forward.outputs
 
-    def jacobian(self, outputs: Tensor | None = None) -> FunctionJacobian:
+    def jacobian(self, outputs: Tensor | None = None, centred: bool = False) -> FunctionJacobian:
         """Return the Jacobian with the products that posteriors over functions need."""
-        return FunctionJacobian(self.forward, outputs, self.gradients)
+        return FunctionJacobian(self.forward, outputs, self.gradients, centred)
 
     def copied(self) -> FunctionForward:
         """Return a copy in its own memory."""
@@ -92,19 +92,24 @@ class FunctionForward:
 class FunctionJacobian:
     """Computes products with the Jacobian at new inputs, in float64. Keeps results: a grid of priors needs the same."""
 
-    def __init__(self, forward: Forward, chosen: Tensor | None, gradients: Gradients) -> None:
-        self.forward, self.chosen, self.gradients = forward, chosen, gradients
+    def __init__(self, forward: Forward, chosen: Tensor | None, gradients: Gradients, centred: bool = False) -> None:
+        self.forward, self.chosen, self.gradients, self.centred = forward, chosen, gradients, centred
         self._known: dict[Hashable, Any] = {}
 
     @cached_property
     def asked(self) -> Jacobian:
-        """Return the Jacobian of the chosen outputs."""
-        return self.forward.jacobian(self.chosen)
+        """Return the Jacobian of the chosen outputs, or of the contrasts of all."""
+        return self.forward.jacobian(self.chosen, self.centred)
 
     @cached_property
     def whole(self) -> Jacobian:
         """Return the Jacobian of all outputs."""
-        return self.asked if self.chosen is None else self.forward.jacobian()
+        return self.asked if self.chosen is None and not self.centred else self.forward.jacobian()
+
+    @cached_property
+    def plain(self) -> FunctionJacobian:
+        """Return the Jacobian of the outputs themselves, where this one is of contrasts."""
+        return FunctionJacobian(self.forward, self.chosen, self.gradients) if self.centred else self
 
     def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Return the result of `make()`, which is called only the first time for a key."""
