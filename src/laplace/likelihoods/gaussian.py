@@ -34,15 +34,12 @@ class Gaussian(Likelihood):
     """
 
     name = "regression"
+    options = ("per_output",)
     has_noise = True
     joint = True
 
     def __init__(self, per_output: Any = None) -> None:
         self.per_output = None if per_output is None else _checked_noise(per_output)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {} if self.per_output is None else {"per_output": self.per_output.tolist()}
 
     @property
     def described(self) -> str:
@@ -156,6 +153,7 @@ class GivenNoise(Gaussian):
     """
 
     name = "given_noise"
+    options = ()
     further = ("noise",)
 
     def __init__(self) -> None:

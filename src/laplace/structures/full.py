@@ -24,6 +24,7 @@ class Full(Structure):
     """Keeps the whole P x P matrix."""
 
     name = "full"
+    scattered = True
     precision_forms = ("dense", "kron", "whole")
     forms = Forms(whole=({"H": "PP"},))
 
