@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance
+from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance, RowCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY
 from laplace.linalg.symmetric import spectrum
@@ -137,6 +137,8 @@ class HeadJacobianOf:
         return self.c * self.features.shape[1]
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            return self._row_variances(spread).expand(self.n, -1)
         by_output = spread.by_output(self.n)
         if by_output is not None:
             return (self._squares(spread.right) @ self._cut(by_output)).expand(self.n, -1)
@@ -144,6 +146,8 @@ class HeadJacobianOf:
         return (self._weights(spread) @ self._cut(spread.left.squares[0])).expand(self.n, -1)
 
     def covariance(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            return self._row_variances(spread).diag_embed().expand(self.n, -1, -1)
         w = self._weights(spread)
         if spread.left is None:
             dense = self._cut(w).diag_embed()
@@ -153,6 +157,8 @@ class HeadJacobianOf:
         return dense.expand(self.n, -1, -1)
 
     def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            return v * self._row_variances(spread)
         w = self._weights(spread)
         if spread.left is None:
             return v * self._cut(w)
@@ -160,6 +166,9 @@ class HeadJacobianOf:
         return ((v @ rows) * w) @ rows.T
 
     def joint(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            rows = torch.einsum("ni,cij->ncj", self.features.expand(self.n, -1), self._own_root(spread))
+            return torch.einsum("ncj,mcj->nmc", rows, rows).diag_embed().transpose(1, 2)
         a = self._rotate(spread.right).expand(self.n, -1)
         inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances[0], a)
         if spread.left is None:
@@ -205,6 +214,15 @@ class HeadJacobianOf:
 
     def _weights(self, spread: KroneckerCovariance) -> Tensor:  # (N, O), or (1, O) for a bias
         return self._squares(spread.right) @ spread.variances[0].T
+
+    def _own_root(self, spread: RowCovariance) -> Tensor:  # (C', I, I)
+        return spread.root if self.index is None else spread.root[self.index]
+
+    def _row_variances(self, spread: RowCovariance) -> Tensor:  # (N, C'), or (1, C') for a bias
+        """Return |R_c^T phi|^2, some examples at a time."""
+        root = self._own_root(spread)
+        parts = self.features.split(max(1, _CHUNK // max(1, root[:, 0].numel())))
+        return torch.cat([torch.einsum("ni,cij->ncj", part, root).square().sum(2) for part in parts])
 
     def _squares(self, right: Basis | None) -> Tensor:  # (N, I)
         if right not in self._rotated:
