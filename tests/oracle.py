@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -323,6 +323,12 @@ def top_eigenpairs(h: Tensor, rank: int | None = None, tol: float | None = None)
     values, vectors = values.flip(0), vectors.flip(1)
     count = rank if tol is None else int((values > tol * values[0]).sum())
     return values[:count], (vectors[:, :count] * values[:count]) @ vectors[:, :count].T
+
+
+def by_row(h: Tensor, shapes: Sequence[tuple[int, ...]]) -> Tensor:  # (P, P)
+    """Return H with zeros between weights that are not in one row of one tensor, an entry of its first dimension."""
+    widths = [math.prod(shape[1:]) for shape in shapes for _ in range(shape[0] if shape else 1)]
+    return h * torch.block_diag(*[torch.ones(width, width) for width in widths]).to(h)
 
 
 def in_basis(h: Tensor, basis: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 import operator
 import os
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,14 +19,25 @@ MANY: Final = 2**31 - 1  # upper limit for anything that is drawn, run or stored
 LARGEST: Final = 2**63 - 1  # upper limit for counters and seeds
 
 
-def choice(value: object, valid: Iterable[str], what: str) -> str:
-    """Return the option `value` as a plain string, or raise an error that lists the valid options."""
+def choice(value: object, valid: Iterable[str], what: str, objects: str = "") -> str:
+    """Return the option `value` as a plain string, or raise an error that lists the valid options.
+
+    `objects` lists what may be given instead of a name.
+    """
     word = str(getattr(value, "value", value))
     valid = list(valid)
     if word in valid:
         return word
-    listed = ", ".join(repr(v) for v in valid)
-    raise OptionError(f"{what}={shown(value)} is not an option. Valid: {listed}.")
+    listed = ", ".join([*map(repr, valid), *([objects] if objects else [])])
+    raise OptionError(f"{what}={shown(value)} is not an option.{did_you_mean(word, valid)} Valid: {listed}.")
+
+
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """Return ' Did you mean ...?' with the nearest valid word, or '' if none is near."""
+    valid = list(valid)
+    longer = [option for option in valid if option.startswith(f"{word}_")] if word else []
+    near = longer or get_close_matches(word, valid, 1, 0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def whole_number(value: object, what: str, least: int = 1, most: int = MANY) -> int:
@@ -65,11 +77,40 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def written(value: object, options: Mapping[str, Any]) -> str:
-    """Return the call that makes `value` again: its class, with those `options` that differ from the defaults."""
-    usual = inspect.signature(type(value)).parameters if options else {}
-    given = [f"{key}={option!r}" for key, option in options.items() if not unchanged(option, usual[key].default)]
-    return f"{type(value).__name__}({', '.join(given)})"
+def options_of(part: Any) -> dict[str, Any]:
+    """Return the options of a structure, a likelihood or a subset by name, tensors as lists.
+
+    `part.options` names the constructor's arguments, which are attributes, or is a mapping from names to values.
+    """
+    named, kind = part.options, type(part).__name__
+    if isinstance(named, Mapping):
+        return dict(named)
+    if isinstance(named, str) or not all(isinstance(name, str) for name in named):
+        raise OptionError(f"{kind}.options={shown(named)} must be a tuple of names, as in options = ('rate',).")
+    for name in named:
+        if not hasattr(part, name):
+            raise OptionError(
+                f"{kind}.options has {name!r}, which is no attribute of the object. Write self.{name} = {name} in "
+                f"{kind}.__init__."
+            )
+    values = {name: getattr(part, name) for name in named}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def changed_options(part: Any) -> list[str]:
+    """Return 'name=value' for each option of a part that differs from the default of its constructor."""
+    options = options_of(part)
+    usual = inspect.signature(type(part)).parameters if options else {}
+    return [
+        f"{key}={option!r}"
+        for key, option in options.items()
+        if key not in usual or not unchanged(option, usual[key].default)
+    ]
+
+
+def written(part: Any) -> str:
+    """Return the call that makes a part again: its class, with those options that differ from the defaults."""
+    return f"{type(part).__name__}({', '.join(changed_options(part))})"
 
 
 def unchanged(value: Any, usual: Any) -> bool:

@@ -12,14 +12,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypedDict, TypeVar
 
 from torch import Tensor, nn
 
 from laplace.budget import Budget
-from laplace.checks import choice, shown, unchanged, whole_number
+from laplace.checks import choice, did_you_mean, shown, unchanged, whole_number
 from laplace.curvature import CURVATURES, GGN, Drawn, Estimator
 from laplace.errors import OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
@@ -235,10 +234,12 @@ def require_served(structure: Structure, layout: Layout) -> None:
         return
     parts = [name for name, part in zip(layout.names, layout.parts, strict=True) if part is not None]
     able = ", ".join(repr(other) for other, s in STRUCTURES.items() if s.scattered)
+    ours = type(structure).__module__.startswith("laplace.")
+    own = "" if ours else f" If {structure.name} can keep blocks of shape (k,), say so: scattered = True."
     raise UnsupportedError(
         f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices choose only some weights of "
         f"{len(parts)} tensors ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
-        f"one of {able}, or all weights of each tensor."
+        f"one of {able}, or all weights of each tensor.{own}"
     )
 
 
@@ -306,10 +307,7 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known:
-                options = sorted(known - {"self"})
-                longer = [option for option in options if option.startswith(f"{name}_")]
-                near = longer or get_close_matches(name, options, 1, 0.6)
-                hint = f" Did you mean {near[0]!r}?" if near else f" See help({owner})."
+                hint = did_you_mean(name, sorted(known - {"self"})) or f" See help({owner})."
                 raise OptionError(f"{owner} has no option {name!r}.{hint}")
         return function(*args, **kwargs)
 

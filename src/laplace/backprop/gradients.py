@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from laplace.linalg.output_curvature import OutputCurvature
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class Basis:
-    """Orthonormal bases Q (columns), one per group, that cache their elementwise square."""
+    """Orthonormal bases Q (columns), one per group, that cache their elementwise square.
+
+    Args:
+        vectors: Q, (groups, D, D).
+    """
 
     def __init__(self, vectors: Tensor) -> None:  # (Gr, D, D)
         self.vectors = vectors
@@ -45,7 +50,7 @@ def rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -
         return x
     if basis.vectors.shape[0] == 1:
         return (x.reshape(-1, x.shape[-1]) @ basis.vectors[0]).reshape(x.shape)
-    return x @ basis.vectors
+    return torch.einsum("...gri,gij->...grj", x, basis.vectors)  # x @ Q would copy Q for every example
 
 
 def rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
@@ -94,6 +99,21 @@ class KroneckerCovariance:
         if self._by_output is None and self._asked > self.variances.shape[2] and not self.variances.requires_grad:
             self._by_output = self.variances[0].T @ self.left.squares[0]
         return self._by_output
+
+
+class RowCovariance(KroneckerCovariance):
+    """A covariance of one tensor's weights in which its rows are independent: R_o R_o^T for the weights of row o.
+
+    A row is an entry of the tensor's first dimension, as of an output unit. Nothing of size p x p is made.
+
+    Args:
+        root: R, (O, I, I).
+    """
+
+    def __init__(self, root: Tensor) -> None:
+        rows, width, _ = root.shape
+        super().__init__(root.new_ones(()).expand(rows, 1, width), right=Basis(root))
+        self.root = root
 
 
 class Covariance:
@@ -153,9 +173,21 @@ class MomentsOf(Protocol):
         """Return the sum of vec(G) vec(G)^T, (p, p)."""
         ...
 
+    def row_grams(self) -> Tensor:
+        """Return the sum of G[o] G[o]^T for each row o of the tensor, (O, I, I), in float64.
+
+        These are the blocks of `gram` on its diagonal, without the rest.
+        """
+        ...
+
     @property
     def weights(self) -> int:
         """Return the number of weights p."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Return the length of the tensor's first dimension. Each row has weights // rows weights."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance
+from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance, RowCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY
 from laplace.linalg.contrasts import centred, covariances_if_independent, variances_if_independent
@@ -144,6 +144,9 @@ class HeadJacobianOf:
         return self.c * self.features.shape[1]
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            each = self._row_variances(spread)
+            return (variances_if_independent(each) if self.centred else each).expand(self.n, -1)
         if self.centred and spread.left is None:
             return variances_if_independent(self._weights(spread)).expand(self.n, -1)
         spread = spread.centred if self.centred else spread
@@ -154,6 +157,9 @@ class HeadJacobianOf:
         return (self._weights(spread) @ self._cut(spread.left.squares[0])).expand(self.n, -1)
 
     def covariance(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            each = self._row_variances(spread)
+            return (covariances_if_independent(each) if self.centred else each.diag_embed()).expand(self.n, -1, -1)
         w = self._weights(spread)
         if spread.left is None:
             dense = covariances_if_independent(w) if self.centred else self._cut(w).diag_embed()
@@ -163,6 +169,9 @@ class HeadJacobianOf:
         return dense.expand(self.n, -1, -1)
 
     def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            each = self._row_variances(spread)
+            return centred(centred(v) * each) if self.centred else v * each
         w = self._weights(spread)
         if spread.left is None:
             return centred(centred(v) * w) if self.centred else v * self._cut(w)
@@ -170,6 +179,9 @@ class HeadJacobianOf:
         return ((v @ rows) * w) @ rows.T
 
     def joint(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            rows = torch.einsum("ni,cij->ncj", self.features.expand(self.n, -1), self._own_root(spread))
+            return torch.einsum("ncj,mcj->nmc", rows, rows).diag_embed().transpose(1, 2)
         a = self._rotate(spread.right).expand(self.n, -1)
         inner = torch.einsum("ni,oi,mi->nmo", a, spread.variances[0], a)
         if spread.left is None:
@@ -219,6 +231,15 @@ class HeadJacobianOf:
 
     def _weights(self, spread: KroneckerCovariance) -> Tensor:  # (N, O), or (1, O) for a bias
         return self._squares(spread.right) @ spread.variances[0].T
+
+    def _own_root(self, spread: RowCovariance) -> Tensor:  # (C', I, I)
+        return spread.root if self.index is None else spread.root[self.index]
+
+    def _row_variances(self, spread: RowCovariance) -> Tensor:  # (N, C'), or (1, C') for a bias
+        """Return |R_c^T phi|^2, some examples at a time."""
+        root = self._own_root(spread)
+        parts = self.features.split(max(1, _CHUNK // max(1, root[:, 0].numel())))
+        return torch.cat([torch.einsum("ni,cij->ncj", part, root).square().sum(2) for part in parts])
 
     def _squares(self, right: Basis | None) -> Tensor:  # (N, I)
         if right not in self._rotated:

@@ -160,6 +160,10 @@ class HeadMomentsOf:
         return self.features.shape[1] * self.curvature.n_outputs
 
     @property
+    def rows(self) -> int:
+        return self.curvature.n_outputs
+
+    @property
     def factors(self) -> tuple[int, int, int]:
         return 1, self.weights // self.features.shape[1], self.features.shape[1]
 
@@ -171,6 +175,13 @@ class HeadMomentsOf:
 
     def gram(self) -> Tensor:
         return HeadMoments([self.features], self.curvature, self.n).gram()
+
+    def row_grams(self) -> Tensor:  # (O, I, I)
+        """Return the sum over n of (Lambda_n)_oo phi phi^T, some outputs at a time."""
+        phi = self.features.double()
+        each = self.curvature.squares_in(torch.eye(self.rows, device=phi.device)).T  # (O, N)
+        parts = each.split(max(1, _CHUNK // max(1, phi.numel())))
+        return torch.cat([(part.unsqueeze(1) * phi.T) @ phi for part in parts])
 
     def squares(self) -> Tensor:
         return (self.curvature.squares().T @ self.features.square()).flatten()

@@ -34,7 +34,8 @@ class HessianMoments:
     @property
     def parameters(self) -> list[HessianOf]:
         ends = itertools.accumulate(self.layout.sizes)
-        return [HessianOf(self, slice(end - size, end)) for size, end in zip(self.layout.sizes, ends, strict=True)]
+        triples = zip(self.layout.shapes, self.layout.sizes, ends, strict=True)
+        return [HessianOf(self, slice(end - size, end), shape[0] if shape else 1) for shape, size, end in triples]
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:
         u = torch.cat([*steps], 1)
@@ -75,11 +76,19 @@ class HessianOf:
 
     form, first, positions = "dense", True, 1
 
-    def __init__(self, of: HessianMoments, place: slice) -> None:
-        self.of, self.place, self.weights = of, place, place.stop - place.start
+    def __init__(self, of: HessianMoments, place: slice, rows: int) -> None:
+        self.of, self.place, self.weights, self.rows = of, place, place.stop - place.start, rows
 
     def gram(self) -> Tensor:
         return torch.cat([rows[:, self.place] for _, rows in self.of.rows(self.place)])
+
+    def row_grams(self) -> Tensor:  # (O, I, I)
+        parts = []
+        for index, rows in self.of.rows(self.place):
+            own = (index - self.place.start) // (self.weights // self.rows)
+            blocks = rows[:, self.place].unflatten(1, (self.rows, -1))
+            parts.append(blocks[torch.arange(len(index), device=index.device), own].double())
+        return torch.cat(parts).unflatten(0, (self.rows, -1))
 
     def squares(self) -> Tensor:
         return self.of.diagonal[self.place]

@@ -358,8 +358,9 @@ class NetworkForward:
             NoUse(none.expand(k, n, size)) if use is None else use
             for use, size in zip(found, layout.sizes, strict=True)
         ]
-        for use in uses:
+        for use, shape in zip(uses, layout.shapes, strict=True):
             use.within(self.network.budget.count(self.network.item_size, share=0.125))
+            use.rows = shape[0] if shape else 1
         return uses
 
     def _send(self, v: Tensor, batched: bool, of: Tensor, calls: Sequence[Recorded]) -> list[Tensor]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.activations import Activations, Stored, grams
-from laplace.backprop.gradients import Basis, KroneckerCovariance, rotate_left, rotate_right
-from laplace.backprop.uses import EVERY, Use
+from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance, rotate_left, rotate_right
+from laplace.backprop.uses import EVERY, Use, batched_grams
 from laplace.linalg.symmetric import total
 
 
@@ -114,6 +114,14 @@ class Outer(Use):
         a = self._all()[..., 0].square()  # (N, Gr, I)
         return torch.einsum("ngo,ngi->goi", self.g[..., 0].square().sum(0), a).flatten()
 
+    def row_grams(self) -> Tensor:
+        """Return the sum of G[o] G[o]^T. With one position G[o] = g[o] a, so that all vectors share one product."""
+        if self.positions > 1:
+            return super().row_grams()
+        size = self.g[..., 0].double().square().sum(0).sqrt()  # (N, Gr, O)
+        a = self._all()[..., 0].double().unsqueeze(2)  # (N, Gr, 1, I)
+        return total(batched_grams((size[p].unsqueeze(3) * a[p]).flatten(1, 2)) for p in self.parts())
+
     def squares_in(self, left: Basis | None, right: Basis | None) -> Tensor:  # (Gr, O, I)
         if self.positions > 1:
             bases = KroneckerCovariance(self.g.new_ones(()).expand(self.factors), left, right)
@@ -135,18 +143,18 @@ class Outer(Use):
         return out if early_left else rotate_left(out, spread.left)
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
-        if self.positions > 1 or not self._own_bases(spread):
+        if not self._by_output(spread):
             return super().variance(spread)
         return torch.einsum("knv,nv->nk", self._turned(spread.left).square(), self._weights(spread))
 
     def covariance(self, spread: KroneckerCovariance) -> Tensor:
-        if self.positions > 1 or not self._own_bases(spread):
+        if not self._by_output(spread):
             return super().covariance(spread)
         g = self._turned(spread.left).transpose(0, 1)  # (N, K, Gr * O)
         return (g * self._weights(spread).unsqueeze(1)) @ g.mT
 
     def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
-        if self.positions > 1 or not self._own_bases(spread):
+        if not self._by_output(spread):
             return super().product(spread, v)
         g = self._turned(spread.left)  # (K, N, Gr * O)
         back = torch.einsum("knv,nk->nv", g, v.to(g)) * self._weights(spread)
@@ -251,7 +259,17 @@ class Outer(Use):
     def _own_bases(self, spread: KroneckerCovariance) -> bool:
         return spread.variances.shape == (*self.g.shape[2:4], self.a.shape[2])
 
+    def _by_output(self, spread: KroneckerCovariance) -> bool:
+        """Whether J S J^T of an example is the sum over v of g[k, v] g[l, v] w[v], with `_weights` w."""
+        groups, o, i = self.factors
+        rowwise = isinstance(spread, RowCovariance) and spread.root.shape[:2] == (groups * o, i)
+        return self.positions == 1 and (rowwise or self._own_bases(spread))
+
     def _weights(self, spread: KroneckerCovariance) -> Tensor:  # (N, Gr * O)
+        if isinstance(spread, RowCovariance):
+            root, a = spread.root.unflatten(0, self.factors[:2]), self._all()[..., 0]  # (Gr, O, I, I), (N, Gr, I)
+            turned = (torch.einsum("nvi,voij->nvoj", a[part], root) for part in self.parts())
+            return torch.cat([x.square().sum(3).flatten(1) for x in turned])
         return torch.einsum("nvi,voi->nvo", self._turned_input_squares(spread.right), spread.variances).flatten(1)
 
     def _turned_input_squares(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, KroneckerCovariance
+from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY, Use
 
@@ -86,15 +86,23 @@ class Transposed(Use):
         return self._chunked.squares_in(right, left).mT
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            return super().variance(spread)
         return self._chunked.variance(self._spread(spread))
 
     def covariance(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            return super().covariance(spread)
         return self._chunked.covariance(self._spread(spread))
 
     def product(self, spread: KroneckerCovariance, v: Tensor) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            return super().product(spread, v)
         return self._chunked.product(self._spread(spread), v)
 
     def joint(self, spread: KroneckerCovariance) -> Tensor:
+        if isinstance(spread, RowCovariance):
+            return super().joint(spread)
         return self._chunked.joint(self._spread(spread))
 
     def along(self, steps: Tensor, part: slice = EVERY) -> Tensor:

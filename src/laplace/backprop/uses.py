@@ -34,6 +34,7 @@ class Use(ABC):
     inputs_left: bool = False
     diagonal_inputs: bool = False
     counts: Tensor | None = None  # (N, T or 1), how often each example counts, or each position of it; None: once
+    rows: int = 1  # of the tensor; set by whoever knows its shape
 
     @property
     @abstractmethod
@@ -95,6 +96,10 @@ class Use(ABC):
 
     def gram(self) -> Tensor:  # (p, p)
         return total(precise_gram(self.contracted(part).flatten(0, 1)) for part in self.parts())
+
+    def row_grams(self) -> Tensor:  # (O, I, I)
+        parts = (self.contracted(part).flatten(0, 1).unflatten(1, (self.rows, -1)) for part in self.parts())
+        return total(batched_grams(part) for part in parts)
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -295,6 +300,12 @@ def along(uses: Sequence[Any], steps: Sequence[Tensor]) -> Tensor:  # (S, p) eac
 def split(steps: Tensor, uses: Sequence[Any]) -> Sequence[Tensor]:  # (S, P) -> (S, p) each
     """Cut steps of several parameters together into the steps of each."""
     return steps.split([use.weights for use in uses], 1)
+
+
+def batched_grams(x: Tensor) -> Tensor:  # (M, O, I) -> (O, I, I)
+    """Return the sum of x x^T for each o, in float64."""
+    by_row = x.double().transpose(0, 1)
+    return by_row.mT @ by_row
 
 
 def _weighed(x: Tensor, weights: Tensor) -> Tensor:  # (K, n, p), (p,) -> (n, K)

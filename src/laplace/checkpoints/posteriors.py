@@ -12,7 +12,7 @@ from laplace.checkpoints import container
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
 from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
-from laplace.checks import shown
+from laplace.checks import options_of, shown
 from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.inference.source import Fitted
@@ -109,7 +109,7 @@ def _options(la: Fitted) -> dict[str, Any]:
     subset, structure, likelihood = spec.weights, spec.structure, spec.likelihood
     kinds = [kind for kind, functional in FUNCTIONAL.items() if type(structure) is functional]
     known = bool(kinds) or type(structure) is STRUCTURES.get(structure.name)
-    options: dict[str, Any] = {key: getattr(structure, key) for key in structure.options} if known else {}
+    options: dict[str, Any] = options_of(structure) if known else {}
     options |= {"functional_approximation": kinds[0]} if kinds else {}
     options |= (
         {"last_layer_name": subset.name, "feature_reduction": subset.reduction} if isinstance(subset, LastLayer) else {}
@@ -117,7 +117,7 @@ def _options(la: Fitted) -> dict[str, Any]:
     ours = type(likelihood) is LIKELIHOODS.get(likelihood.name)
     words = {"name": likelihood.described, "kind": likelihood.name, "ours": ours}
     return options | {
-        "likelihood": words | ({"options": likelihood.options} if ours else {}),
+        "likelihood": words | ({"options": options_of(likelihood)} if ours else {}),
         "hessian_structure": "gp" if kinds else structure.name if known else {_YOURS: structure.described},
         "subset_of_weights": _subset(subset, fit),
         "subnetwork_indices": subset.indices.clone() if isinstance(subset, Subnetwork) else None,

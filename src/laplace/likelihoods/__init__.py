@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from laplace.checks import choice
+from laplace.checks import choice, options_of, shown
+from laplace.errors import OptionError
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.likelihoods.bernoulli import Bernoulli, Multilabel
 from laplace.likelihoods.categorical import Categorical
@@ -41,11 +42,21 @@ def likelihood_named(likelihood: Likelihood | str) -> Likelihood:
         A likelihood object.
 
     Raises:
-        OptionError: the name is unknown.
+        OptionError: the name is unknown, or the object's `options` are not its attributes.
     """
     if isinstance(likelihood, Likelihood):
+        options_of(likelihood)
         return likelihood
-    return LIKELIHOODS[choice(likelihood, LIKELIHOODS, "likelihood")]()
+    if isinstance(likelihood, type) and issubclass(likelihood, Likelihood):
+        raise OptionError(f"likelihood={likelihood.__name__} is a class; give an object: {likelihood.__name__}().")
+    if callable(likelihood):
+        raise OptionError(
+            f"likelihood={shown(likelihood)} is a function; write from_log_prob(fn) for log p(y given f)."
+        )
+    if str(likelihood) == Ordinal.name:
+        return Ordinal()  # which says what it needs
+    names = [name for name in LIKELIHOODS if name != Ordinal.name]
+    return LIKELIHOODS[choice(likelihood, names, "likelihood", "Ordinal(K), from_log_prob(fn)")]()
 
 
 __all__ = [

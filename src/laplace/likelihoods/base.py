@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.checks import written
+from laplace.checks import changed_options, written
 from laplace.errors import InputError, OptionError
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.predictive.response import Outputs, Response, rowwise
@@ -68,6 +68,8 @@ class Likelihood(Response):
         pairs: Whether one example is a pair of inputs.
         ignored: The label of a position that does not count.
         further: Names of what a batch holds between labels and weights, as elements or as keys.
+        options: The names of the constructor's arguments. Each is an attribute of that name, and enters `described`:
+            files of likelihoods with other options are refused, and so are sums with them.
     """
 
     name: ClassVar[str]
@@ -78,6 +80,7 @@ class Likelihood(Response):
     pairs: ClassVar[bool] = False
     ignored: int | None = None
     further: ClassVar[tuple[str, ...]] = ()
+    options: tuple[str, ...] = ()
 
     @abstractmethod
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
@@ -126,14 +129,13 @@ class Likelihood(Response):
         return self
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Return the arguments that make an equal likelihood, as plain numbers and lists. Saved files hold them."""
-        return {}
-
-    @property
     def described(self) -> str:
-        """Return name and options. Posteriors are of the same kind if their likelihoods have the same description."""
-        return self.name
+        """Return the name, and the options that differ from the defaults.
+
+        Posteriors are of the same kind if their likelihoods have the same description.
+        """
+        options = changed_options(self)
+        return f"{self.name}({', '.join(options)})" if options else self.name
 
     def targets(self, f: Tensor, batch: Labels) -> Targets:
         """Return labels and weights of a batch. Raises InputError if they or the outputs do not fit."""
@@ -217,7 +219,7 @@ class Likelihood(Response):
     __hash__ = Response.__hash__
 
     def __repr__(self) -> str:
-        return written(self, self.options)
+        return written(self)
 
 
 def shaped_like_outputs(f: Tensor, y: Tensor, what: str) -> Tensor:

@@ -40,6 +40,7 @@ class Categorical(OneOfSeveral):
 
     name = "classification"
     has_logits = True
+    options = ("label_smoothing", "class_weights", "ignore_index")
     links = CATEGORICAL_LINKS
     trusted_link = "one_vs_rest"
     only_differences = True
@@ -59,21 +60,6 @@ class Categorical(OneOfSeveral):
     @property
     def ignored(self) -> int:  # type: ignore[override]
         return IGNORED if self.ignore_index is None else self.ignore_index
-
-    @property
-    def options(self) -> dict[str, Any]:
-        weights = None if self.class_weights is None else self.class_weights.tolist()
-        return {
-            "label_smoothing": self.label_smoothing,
-            "class_weights": weights,
-            "ignore_index": self.ignore_index,
-        }
-
-    @property
-    def described(self) -> str:
-        options = self.options | {"label_smoothing": self.label_smoothing or None}
-        given = [f"{key}={value}" for key, value in options.items() if value is not None]
-        return self.name + (f"({', '.join(given)})" if given else "")
 
     def check_outputs(self, f: Tensor) -> None:
         super().check_outputs(f)

@@ -106,7 +106,26 @@ class ByAutograd(Likelihood):
             )
         if not value.isfinite().all():
             raise InputError(f"{self._source} returned NaN or infinite values for these labels.")
+        self._require_own_rows(f, y, value)
         return y
+
+    def _require_own_rows(self, f: Tensor, y: Tensor, value: Tensor) -> None:  # (N, C), (N, ...), (N,)
+        """Refuse a log p of an example that depends on other examples, as labels (N,) do that meet outputs (N, 1)."""
+        if len(f) < 2:
+            return
+        some = 2 if len(f) > 2 else 1
+        alone, together = self.log_prob(f[:some], y[:some]).detach().reshape(-1), value.detach()[:some]
+        if alone.shape == together.shape and torch.allclose(alone, together, rtol=1e-3, atol=1e-4):
+            return
+        shapes = f"labels {tuple(y.shape)}, outputs {tuple(f.shape)}"
+        raise InputError(
+            f"{self._source} of the first example depends on other examples: {shapes}. "
+            + (
+                "These are broadcast to a table of all pairs; write y.unsqueeze(-1)."
+                if y.dim() == 1 and f.shape[1] == 1
+                else "Compute each number from the same row of outputs and labels."
+            )
+        )
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
         with torch.enable_grad():

@@ -34,16 +34,13 @@ class Gaussian(Likelihood):
     """
 
     name = "regression"
+    options = ("per_output",)
     has_noise = True
     tunes_noise = True
     joint = True
 
     def __init__(self, per_output: Any = None) -> None:
         self.per_output = None if per_output is None else _checked_noise(per_output)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {} if self.per_output is None else {"per_output": self.per_output.tolist()}
 
     @property
     def described(self) -> str:
@@ -158,6 +155,7 @@ class GivenNoise(Gaussian):
 
     name = "given_noise"
     tunes_noise = False  # sigma multiplies a noise that is known
+    options = ()
     further = ("noise",)
 
     def __init__(self) -> None:

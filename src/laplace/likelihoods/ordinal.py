@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ class Ordinal(OneOfSeveral):
     """
 
     name = "ordinal"
+    options = ("cut_points",)
     ignored = IGNORED
     hessian_is_fisher = False
     trusted_link = "quadrature"
@@ -50,10 +50,6 @@ class Ordinal(OneOfSeveral):
             "mc": Link(MonteCarlo(self.inverse_link, marginal=True)),
             "quadrature": Link.of_variances(self._expected),
         }
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"cut_points": self.cut_points.tolist()}
 
     @property
     def described(self) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Final
 
 from laplace.backprop.asked import Asked
+from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance
 from laplace.backprop.gradients import Jacobian as Jacobian
 from laplace.backprop.gradients import JacobianOf as JacobianOf
-from laplace.backprop.gradients import KroneckerCovariance
 from laplace.backprop.gradients import Moments as Moments
 from laplace.backprop.gradients import MomentsOf as MomentsOf
 from laplace.structures.base import Contribution as Contribution
@@ -21,8 +21,7 @@ from laplace.structures.dense import Dense, DenseBlock
 from laplace.structures.diag import Diag, DiagBlock
 from laplace.structures.diag import DiagGaussian as DiagGaussian
 from laplace.structures.ekfac import Ekfac
-from laplace.structures.full import CholeskyGaussian as CholeskyGaussian
-from laplace.structures.full import Full
+from laplace.structures.full import CholeskyGaussian, Full
 from laplace.structures.functional import GP, Nystrom
 from laplace.structures.gaussian import Curvature, Gaussian
 from laplace.structures.inf import Inf
@@ -67,10 +66,12 @@ __all__ = [
     "GP",
     "STRUCTURES",
     "Asked",
+    "Basis",
     "Block",
     "BlockCurvature",
     "BlockDiagonal",
     "BlockGaussian",
+    "CholeskyGaussian",
     "Curvature",
     "Dense",
     "DenseBlock",
@@ -87,6 +88,7 @@ __all__ = [
     "LowRank",
     "Nystrom",
     "Pass",
+    "RowCovariance",
     "Structure",
     "Sums",
 ]

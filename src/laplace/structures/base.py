@@ -12,7 +12,6 @@ No structure runs the network.
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Engine, Forward, Moments
 from laplace.budget import Budget
-from laplace.checks import written
+from laplace.checks import changed_options, options_of, written
 from laplace.errors import UnsupportedError
 from laplace.linalg.symmetric import GramRows
 from laplace.structures.gaussian import Curvature as Curvature
@@ -96,7 +95,7 @@ class Structure(Pass):
         functional: whether this is a posterior over functions, which cannot draw weights.
         semidefinite: whether H is positive semi-definite, so that negative eigenvalues are rounding errors.
         exact_hessian: whether it accepts curvature='hessian'.
-        scattered: whether it can keep some weights of a tensor without the others.
+        scattered: whether it can keep some weights of a tensor without the others. It then gets blocks of shape (k,).
         prior_structures: the accepted priors, by the number of their precisions.
         precision_forms: further accepted forms of a prior precision: 'dense' (a matrix per tensor), 'kron' (a Kronecker
             product per tensor), 'whole' (one matrix over all weights).
@@ -113,7 +112,7 @@ class Structure(Pass):
     functional: bool = False
     semidefinite: bool = True
     exact_hessian: bool = True
-    scattered: bool = True
+    scattered: bool = False
     prior_structures: tuple[str, ...] = ("scalar", "layerwise", "diag")
     precision_forms: tuple[str, ...] = ()
     weight_sharing: str = "expand"
@@ -133,20 +132,17 @@ class Structure(Pass):
     @property
     def described(self) -> str:
         """Return the name and the options that differ from the defaults. Sums with equal descriptions may be added."""
-        usual = inspect.signature(type(self)).parameters
-        own = [(key, getattr(self, key)) for key in self.options]
-        return ", ".join([self.name, *(f"{key}={value!r}" for key, value in own if value != usual[key].default)])
+        return ", ".join([self.name, *changed_options(self)])
 
     def __repr__(self) -> str:
         """Return the call that makes this structure: `Kron(damping='balanced')`."""
-        return written(self, {key: getattr(self, key) for key in self.options})
+        return written(self)
 
     def __eq__(self, other: object) -> bool:
         """Compare class and options."""
         if not isinstance(other, Structure):
             return NotImplemented
-        mine, theirs = ([getattr(one, key) for key in one.options] for one in (self, other))
-        return type(self) is type(other) and mine == theirs
+        return type(self) is type(other) and options_of(self) == options_of(other)
 
     def __hash__(self) -> int:
         return hash((type(self), self.described))

@@ -48,7 +48,7 @@ class BlockGaussian(ABC):
         return None
 
     @abstractmethod
-    def covariance_times(self, vectors: Tensor) -> Tensor:  # (M, p) -> (M, p)
+    def covariance_times(self, vectors: Tensor) -> Tensor:  # (..., p) -> (..., p)
         """Return the covariance times each vector."""
 
     @abstractmethod

@@ -29,6 +29,7 @@ class Dense(BlockDiagonal):
     """Keeps the p x p block of every tensor."""
 
     name = "block"
+    scattered = True
     precision_forms = ("dense", "kron")
     forms = Forms(DENSE)
 

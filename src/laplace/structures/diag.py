@@ -19,6 +19,7 @@ class Diag(BlockDiagonal):
     """Keeps the diagonal of H."""
 
     name = "diag"
+    scattered = True
     forms = Forms(({"diag": "p"},))
 
     def block_sums(self, moments: MomentsOf) -> Contribution:

@@ -25,6 +25,7 @@ class Full(Structure):
     """Keeps the whole P x P matrix."""
 
     name = "full"
+    scattered = True
     precision_forms = ("dense", "kron", "whole")
     forms = Forms(whole=({"H": "PP"},))
 
@@ -100,31 +101,31 @@ class _Dense(Gaussian):
     layout: Layout
 
     @abstractmethod
-    def root(self) -> Tensor:  # (P, P)
+    def _root(self) -> Tensor:  # (P, P)
         """Return R with R R^T = covariance."""
 
     @cached_property
-    def sigma(self) -> Covariance:
+    def _sigma(self) -> Covariance:
         """Return the covariance."""
-        return Covariance(self.root())
+        return Covariance(self._root())
 
     def marginal_variances(self) -> Tensor:
-        return self.sigma.root.square().sum(1)
+        return self._sigma.root.square().sum(1)
 
     def variance(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.variance(self.sigma)
+        return jacobian.variance(self._sigma)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.covariance(self.sigma)
+        return jacobian.covariance(self._sigma)
 
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
         return (self.covariance(jacobian) @ v.unsqueeze(-1)).squeeze(-1)
 
     def joint(self, jacobian: Jacobian) -> Tensor:
-        return jacobian.joint(self.sigma)
+        return jacobian.joint(self._sigma)
 
     def dense_variance(self, jacobians: Tensor) -> Tensor:
-        rows = jacobians @ self.sigma.root
+        rows = jacobians @ self._sigma.root
         return rows @ rows.mT
 
     def scale(self) -> Tensor:
@@ -132,7 +133,7 @@ class _Dense(Gaussian):
         return self.color(torch.eye(len(like), dtype=like.dtype, device=like.device)).T
 
     def traces(self, groups: str) -> Traces:
-        return self._grouped(self.sigma.matrix, groups)
+        return self._grouped(self._sigma.matrix, groups)
 
     def _grouped(self, sigma: Tensor, groups: str) -> Traces:
         t, m = sigma.diagonal(), sigma.square()
@@ -162,11 +163,11 @@ class SpectralGaussian(_Dense):
     def precision_matrix(self) -> Tensor:
         return (self.vectors * self.eigenvalues) @ self.vectors.T
 
-    def root(self) -> Tensor:
+    def _root(self) -> Tensor:
         return self.vectors * self.eigenvalues.rsqrt()
 
     def covariance_matrix(self) -> Tensor:
-        return self.sigma.matrix.to(self.vectors)
+        return self._sigma.matrix.to(self.vectors)
 
     def traces(self, groups: str) -> Traces:
         if groups != "scalar":
@@ -176,7 +177,13 @@ class SpectralGaussian(_Dense):
 
 
 class CholeskyGaussian(_Dense):
-    """Has the precision L L^T, factorised in float64."""
+    """Has a dense precision L L^T over all weights, factorised in float64.
+
+    Args:
+        precision: s H + D, (P, P), in float64.
+        layout: names, shapes and order of the tensors.
+        dtype: the dtype of the answers.
+    """
 
     def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         self.precision, self.layout, self.dtype = precision, layout, dtype
@@ -196,7 +203,7 @@ class CholeskyGaussian(_Dense):
     def precision_matrix(self) -> Tensor:
         return self.precision.to(self.dtype)
 
-    def root(self) -> Tensor:
+    def _root(self) -> Tensor:
         eye = torch.eye(len(self.factor), dtype=self.factor.dtype, device=self.factor.device)
         return torch.linalg.solve_triangular(self.factor.T, eye, upper=True).to(self.dtype)
 

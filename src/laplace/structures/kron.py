@@ -53,7 +53,6 @@ class Kron(BlockDiagonal):
     forms = Forms((*DENSE, *_FACTORS))
     options = ("damping", "weight_sharing")
     exact_hessian = False
-    scattered = False
     prior_structures = ("scalar", "layerwise")
     precision_forms = ("kron",)
 

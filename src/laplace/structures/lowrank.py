@@ -41,6 +41,7 @@ class LowRank(Structure):
     """
 
     name = "lowrank"
+    scattered = True
     options = ("rank", "tol")
     passes = 2
     forms = Forms(

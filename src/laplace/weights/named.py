@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -28,6 +27,8 @@ class Named(Choice):
         OptionError: there is no pattern, or one is not a string.
     """
 
+    options = ("patterns",)
+
     def __init__(self, patterns: str | Iterable[str]) -> None:
         given = [patterns] if isinstance(patterns, str) else patterns
         listed = list(given) if isinstance(given, Iterable) else [None]
@@ -36,10 +37,6 @@ class Named(Choice):
             raise OptionError(f"patterns={shown(patterns)} {what}. Write Named(['encoder.*', 'head']).")
         self.patterns = [plain_name(pattern) for pattern in listed if pattern is not None]
         self.label = str(self.patterns)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"patterns": self.patterns}
 
     def select(self, model: nn.Module) -> Selection:
         names: set[str] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -26,6 +25,7 @@ class Where(Choice):
     """
 
     label = "predicate"
+    options = ("predicate",)
 
     def __init__(self, predicate: Callable[[str, nn.Parameter], object]) -> None:
         self.predicate = predicate
@@ -34,10 +34,6 @@ class Where(Choice):
                 f"predicate={shown(predicate)} cannot be called with two arguments; it gets a parameter's name and "
                 "the parameter: write lambda name, p: name.startswith('encoder')."
             )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"predicate": self.predicate}
 
     def select(self, model: nn.Module) -> Selection:
         chosen = [(name, p) for name, p in parameters_of(model) if self._takes(name, p)]

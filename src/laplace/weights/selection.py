@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.checks import written
+from laplace.checks import options_of, written
 from laplace.errors import ModelError
 from laplace.network.batches import Inputs
 from laplace.network.replica import plain_name, unwrap
@@ -41,24 +40,21 @@ class Subset(ABC):
 
     Attributes:
         label: a short name for summaries and files.
+        options: the names of the constructor's arguments. Each is an attribute of that name.
     """
 
     label: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the constructor arguments that make an equal object."""
-        return {}
+    options: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return the call that makes this object: `LastLayer(name='head')`."""
-        return written(self, self.options)
+        return written(self)
 
     def __eq__(self, other: object) -> bool:
         """Compare class and arguments."""
         if not isinstance(other, Subset):
             return NotImplemented
-        return type(self) is type(other) and self.options == other.options
+        return type(self) is type(other) and options_of(self) == options_of(other)
 
     def __hash__(self) -> int:
         return hash((type(self), self.label))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +26,10 @@ class Subnetwork(Choice):
     """
 
     label = "subnetwork"
+    options = ("indices",)
 
     def __init__(self, indices: Tensor | Sequence[int]) -> None:
         self.indices = ascending(indices)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"indices": self.indices.tolist()}
 
     def __repr__(self) -> str:
         """Return the call that makes this object. Of many indices, show the first and the last."""

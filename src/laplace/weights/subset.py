@@ -32,13 +32,10 @@ class LastLayer(Subset):
     """
 
     label = "last_layer"
+    options = ("name", "reduction")
 
     def __init__(self, name: str | None = None, reduction: str | None = None) -> None:
         self.name, self.reduction = _module(name, "name"), _reduction(reduction, "reduction")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"name": self.name, "reduction": self.reduction}
 
     def find(self, model: nn.Module, inputs: Inputs) -> FoundLastLayer:
         return find_last_layer(model, inputs.part(0, 1), self.name, self.reduction)

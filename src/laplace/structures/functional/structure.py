@@ -26,6 +26,7 @@ class Functional(Structure):
 
     functional = True
     exact_hessian = False
+    scattered = True
     prior_structures = ("scalar", "layerwise")
 
     def __init__(self, n_subset: int | None, seed: int) -> None:

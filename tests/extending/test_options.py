@@ -1,0 +1,125 @@
+"""Options of one's own parts are printed, saved and compared; what does not fit them is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from laplace import Laplace
+from laplace.errors import CheckpointError, InputError, LaplaceError, OptionError, UnsupportedError
+from laplace.likelihoods import ByAutograd, from_log_prob
+from laplace.structures import BlockDiagonal, DiagBlock
+from laplace.weights import Choice, Layout, Selection
+
+
+class NegativeBinomial(ByAutograd):
+    """Counts with mean exp(f) and r failures."""
+
+    options = ("r",)
+
+    def __init__(self, r=1.0):
+        self.r = r
+
+    def log_prob(self, f, y, sigma=1.0):
+        return (y * f - (y + self.r) * (f.exp() + self.r).log()).sum(-1)
+
+
+class ByMapping(NegativeBinomial):
+    options = property(lambda self: {"r": self.r})
+
+
+def data():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(60, 3), torch.rand(60, 1) * 5
+
+
+@pytest.mark.parametrize("made", [NegativeBinomial, ByMapping])
+def test_a_likelihoods_options_are_printed_and_compared(made, tmp_path):
+    model, x, y = data()
+    la = Laplace(model, made(3.0)).fit([(x, y)])
+    assert repr(la.likelihood) == f"{made.__name__}(r=3.0)"
+    assert f"{made.__name__}(r=3.0)" in repr(la)
+    assert repr(made()) == f"{made.__name__}()"
+    la.save(tmp_path / "mine")
+    assert torch.equal(Laplace.load(tmp_path / "mine", model, likelihood=made(3.0))(x)[1], la(x)[1])
+    with pytest.raises(CheckpointError, match=r"\(r=3.0\).*\(r=9.0\)"):
+        Laplace.load(tmp_path / "mine", model, likelihood=made(9.0))
+    with pytest.raises(LaplaceError, match=r"r=3.0.*r=9.0"):
+        la + Laplace(model, made(9.0)).fit([(x, y)])
+
+
+def test_a_subset_names_its_options_likewise():
+    class Ending(Choice):
+        label, options = "ending", ("end",)
+
+        def __init__(self, end):
+            self.end = end
+
+        def select(self, model):
+            return Selection(Layout.of((n, p) for n, p in model.named_parameters() if n.endswith(self.end)))
+
+    assert repr(Ending("bias")) == "Ending(end='bias')"
+    assert Ending("bias") != Ending("weight")
+
+
+class Forgetful(BlockDiagonal):
+    options = ("floor",)
+
+    def __init__(self, floor=0.0):
+        self.level = floor
+
+    def block_sums(self, moments):
+        return {"fisher": moments.squares()}
+
+    def block(self, sums, shape, eigh):
+        return DiagBlock(sums["fisher"].to(eigh.dtype), shape)
+
+
+def test_an_option_that_is_no_attribute_is_named():
+    model, _, _ = data()
+    with pytest.raises(OptionError, match=r"Forgetful.options has 'floor'.*self.floor = floor"):
+        Laplace(model, "regression", "all", Forgetful())
+
+    class Wordy(NegativeBinomial):
+        options = "r"
+
+    with pytest.raises(OptionError, match=r"must be a tuple of names"):
+        Laplace(model, Wordy())
+
+
+def test_a_structure_of_ones_own_gets_whole_tensors_unless_it_says_otherwise():
+    class Rows(Forgetful):
+        options = ()
+
+    class Single(Rows):
+        scattered = True
+
+    model, x, y = data()
+    options = {"subnetwork_indices": torch.tensor([0, 5, 7])}
+    with pytest.raises(UnsupportedError, match=r"'Rows' needs whole tensors.*scattered = True"):
+        Laplace(model, "regression", "subnetwork", Rows(), **options)
+    assert Laplace(model, "regression", "subnetwork", Single(), **options).fit([(x, y)]).H.shape == (3,)
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
+def test_labels_that_are_broadcast_against_the_outputs_are_refused(reduce):
+    model, x, y = data()
+
+    def log_prob(f, y):
+        return -reduce((y - f).square(), -1)
+
+    class Own(ByAutograd):
+        def log_prob(self, f, y, sigma=1.0):
+            return log_prob(f, y)
+
+    for likelihood in (from_log_prob(log_prob), Own()):
+        with pytest.raises(InputError, match=r"depends on other examples.*\(60,\).*\(60, 1\).*y.unsqueeze\(-1\)"):
+            Laplace(model, likelihood).fit([(x, y[:, 0])])
+        with pytest.raises(InputError, match="depends on other examples"):
+            Laplace(model, likelihood).fit([(x[:2], y[:2, 0])])
+        assert Laplace(model, likelihood).fit([(x, y)]).log_marginal_likelihood().isfinite()
+        assert Laplace(model, likelihood).fit([(x[:1], y[:1])]).log_marginal_likelihood().isfinite()
+    centred = from_log_prob(lambda f, y: -(y - f + f.mean()).square().sum(-1))
+    with pytest.raises(InputError, match="same row of outputs and labels"):
+        Laplace(model, centred).fit([(x, y)])
