@@ -102,7 +102,7 @@ def test_every_room_of_the_list_is_there():
         ("network/batches.py", "from laplace import weights"),
         ("curvature/ggn.py", "def late():\n    from laplace.laplace import Laplace"),
         ("likelihoods/base.py", "if TYPE_CHECKING:\n    from laplace.network.batches import Batch"),
-        ("online.py", "from laplace.preview import plan"),
+        ("online/calls.py", "from laplace.preview import plan"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, module, line):
