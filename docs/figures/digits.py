@@ -114,6 +114,9 @@ def run(seed: int) -> dict[str, list[float]]:
         rows[f"{weights}, evidence"] = scores(posterior(la))
         la.tune("prior_precision", "temperature", method="validation", val_loader=val_loader, link_approx="mc")
         rows[f"{weights}, validation"] = scores(posterior(la))
+        la = Laplace(model, "classification", weights).fit(train_loader)
+        la.calibrate(val_loader, link_approx="mc")
+        rows[f"{weights}, calibrated"] = scores(posterior(la))
     return rows
 
 
