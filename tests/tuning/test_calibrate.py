@@ -75,7 +75,7 @@ def test_the_best_is_no_worse_than_a_brute_force_grid(task, structure, hyperprio
 
     def penalty(delta: float | None, scale: float) -> float:
         away = 3.0 if delta is None else min(3.0, abs(math.log10(delta / centre)))
-        softmax = (math.log(scale) / 0.3) ** 2 / 2 if task == "classification" else 0.0
+        softmax = math.log1p((math.log(scale) / 0.3) ** 2) if task == "classification" else 0.0
         return hyperprior * (away**2 / 2 + softmax) / len(v)
 
     def total(delta: float | None, scale: float) -> float:  # delta: at unit noise

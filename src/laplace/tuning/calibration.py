@@ -14,7 +14,6 @@ from laplace.checks import choice, flag, shown, unchanged
 from laplace.errors import LaplaceError, OptionError, UnsupportedError, warn
 from laplace.evaluation.metrics import binned
 from laplace.inference.linearised import through_link
-from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.task_prior import CurvedPrior
@@ -46,7 +45,6 @@ _LARGEST = 1e30  # prior precision, which float32 can square no more
 
 
 @plainly
-@torch.no_grad()
 def calibrate(
     la: Tunable,
     /,
@@ -63,9 +61,9 @@ def calibrate(
 
     The score is the mean negative log-likelihood of `la.predict`. All prior precisions of a grid are compared, each
     with its best softmax temperature. Ratios between several prior precisions stay. The candidates contain the network
-    itself and its temperature-scaled self, so on the validation data the result is never worse than either (with
-    'one_se', not by more than a standard error, nor by more than 0.005 nats). Likelihoods without logits and without
-    noise have their prior precision calibrated alone.
+    itself and its temperature-scaled self, so on the validation data the result of 'best' is never worse than either.
+    That of 'one_se' is worse by at most a standard error (or 0.001 nats), and by at most 0.005 nats. Likelihoods
+    without logits and without noise have their prior precision calibrated alone.
 
     The network runs once over the data if the Gaussians of its outputs, or a last layer's features, fit into memory.
     Else it runs a few times.
@@ -74,8 +72,8 @@ def calibrate(
         val_loader: Batches (x, y) that were not trained on, as `fit` takes them.
         rule: 'best' takes the lowest score. 'one_se' takes the widest posterior whose score is within one standard
             error of the lowest: a wider posterior tells more about inputs from elsewhere.
-        hyperprior: Whether small validation sets are held back: log T with a standard deviation of 0.3, and prior
-            precisions within a decade of the evidence's. It counts as much as one example or two.
+        hyperprior: Whether small validation sets are held back: log T is near 0 (a Cauchy distribution of width 0.3),
+            and the prior precision within a decade of the evidence's. It counts as much as an example or two.
         link_approx: The link of the predictions that are scored, that of `la.predict` if left out.
         ood_loader: Inputs from outside the distribution, whose predictive entropy is to be high.
         ood_weight: How much these count, in (0, 1].
@@ -91,22 +89,39 @@ def calibrate(
         InputError: a loader can be read once only, or its batches do not fit.
         NumericalError: a score is NaN or infinite. Nothing has changed then.
     """
-    rule, hyperprior = choice(rule, RULES, "rule"), flag(hyperprior, "hyperprior")
+    rule, hyperprior, progress_bar = (
+        choice(rule, RULES, "rule"),
+        flag(hyperprior, "hyperprior"),
+        flag(progress_bar, "progress_bar"),
+    )
     posterior, how = la.posterior.detached(), _how(la, link_approx, ood_loader, ood_weight)
-    prior, likelihood = posterior.prior, posterior.fit.likelihood
-    if not isinstance(prior, GaussianPrior):
+    if not isinstance(posterior.prior, GaussianPrior):
         raise UnsupportedError(
-            f"calibrate multiplies the prior precision, and {prior} has none. Write la.tune(), which tunes its "
-            "hyperparameters by the evidence, or Laplace(..., prior_precision=1.0) instead of prior=."
+            f"calibrate multiplies the prior precision, and {posterior.prior} has none. Write la.tune(), which tunes "
+            "its hyperparameters by the evidence, or Laplace(..., prior_precision=1.0) instead of prior=."
         )
-    _require_narrow_limit(likelihood, how, posterior)
-    progress_bar = flag(progress_bar, "progress_bar")
-    validation = validation_of(la, how, val_loader, ood_loader, progress_bar, again=True)
-    held_out = HeldOut(validation, posterior, _scale_of(posterior))
-    centre = _evidence_factor(held_out) if hyperprior else None
-    profile = Profile(held_out, how.ood_weight, _first_noise(posterior), centre)
-    profile.search()
-    now = _present_scale(la, posterior, held_out.scale)
+    with torch.no_grad():
+        _require_narrow_limit(how, posterior)
+        validation = validation_of(la, how, val_loader, ood_loader, progress_bar, again=True)
+        held_out = HeldOut(validation, posterior, _scale_of(posterior))
+        profile = Profile(
+            held_out, how.ood_weight, _first_noise(posterior), _evidence_factor(held_out) if hyperprior else None
+        )
+        profile.search()
+        result, setting = _result(la, profile, rule)
+        notes = remarks(la, val_loader, held_out, result.gain)
+    if held_out.scale == "softmax_temperature" and profile.lines[setting[0]].at_edge:
+        notes.append(f"the softmax temperature {setting[1]:.3g} is at the edge of its search, 0.05 to 20.")
+    _take(la, held_out, setting, max(profile.factors))
+    for note in notes:
+        warn(note)
+    return replace(result, notes=tuple(notes))
+
+
+def _result(la: Tunable, profile: Profile, rule: str) -> tuple[Calibrated, Setting]:
+    """Apply the rule. Return what is reported, and the setting that was chosen."""
+    held_out = profile.held_out
+    now = _present_scale(la, held_out)
     plain = NETWORK, now if held_out.scale == "sigma_noise" else 1.0
     *candidates, network, before = profile.candidates([plain, (1.0, now)])
     rescaled = next(each for each in candidates if each.setting[0] == NETWORK)
@@ -115,16 +130,10 @@ def calibrate(
     chosen = best if rule == "best" else widest_of(candidates, best, references, profile.difference)
     reporter = _Reporter(held_out, network, rescaled)
     named = {"network": network, "rescaled": rescaled, "before": before, "best": best, "chosen": chosen}
-    rows = {name: reporter.row(name, candidate) for name, candidate in named.items()}
+    rows = [reporter.row(name, candidate) for name, candidate in named.items()]
     curve = tuple(reporter.row("profile", each) for each in candidates if each.setting[0] < NETWORK)
-    notes = remarks(la, val_loader, held_out, rows["chosen"].gain)
-    if held_out.scale == "softmax_temperature" and profile.lines[chosen.setting[0]].at_edge:
-        notes.append(f"the softmax temperature {chosen.setting[1]:.3g} is at the edge of its search, 0.05 to 20.")
-    for note in notes:
-        warn(note)
-    _take(la, held_out, chosen.setting, max(profile.factors))
     n_data = round(count(held_out.weights, held_out.targets))
-    return Calibrated(n_data, rule, **rows, profile=curve, notes=tuple(notes))
+    return Calibrated(n_data, rule, *rows, curve), chosen.setting
 
 
 def _how(la: Tunable, link_approx: Any, ood_loader: Any, ood_weight: float) -> How:
@@ -134,7 +143,7 @@ def _how(la: Tunable, link_approx: Any, ood_loader: Any, ood_weight: float) -> H
     return replace(how, softmax_temperature=1.0)
 
 
-def _require_narrow_limit(likelihood: Likelihood, how: How, posterior: Posterior) -> None:
+def _require_narrow_limit(how: How, posterior: Posterior) -> None:
     """Refuse a link that does not tend to the network's own prediction as the posterior gets narrow."""
     if how.approximation is None:
         return
@@ -143,7 +152,7 @@ def _require_narrow_limit(likelihood: Likelihood, how: How, posterior: Posterior
     narrow = torch.full_like(f, 1e-12)
     outputs = OutputGaussian(f, narrow, narrow.diag_embed(), times=lambda v: narrow * v)
     p, _ = through_link(how.approximation, outputs, seeded(_DRAWS, f))
-    if not torch.allclose(p, likelihood.inverse_link(f), rtol=1e-3, atol=1e-4):
+    if not torch.allclose(p, posterior.fit.likelihood.inverse_link(f), rtol=1e-3, atol=1e-4):
         raise OptionError(
             f"link_approx={how.link!r} does not give the network's own probabilities where there is no uncertainty, "
             "so it cannot be compared with the network. Leave link_approx= out."
@@ -159,8 +168,10 @@ def _scale_of(posterior: Posterior) -> str | None:
     return "sigma_noise" if likelihood.has_noise and not isinstance(posterior.prior, CurvedPrior) else None
 
 
-def _present_scale(la: Tunable, posterior: Posterior, scale: str | None) -> float:
-    return {"softmax_temperature": la.softmax_temperature, "sigma_noise": float(posterior.sigma)}.get(scale or "", 1.0)
+def _present_scale(la: Tunable, held_out: HeldOut) -> float:
+    if held_out.scale is None:
+        return 1.0
+    return float(held_out.posterior.sigma) if held_out.scale == "sigma_noise" else la.softmax_temperature
 
 
 def _first_noise(posterior: Posterior) -> float:

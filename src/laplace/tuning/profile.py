@@ -3,9 +3,10 @@
 The objective is the mean negative log-likelihood, with outside inputs minus `ood_weight` times their mean entropy. A
 hyperprior adds its negative logarithm, divided by the number of examples:
 
-    [ (log T)^2 / (2 * 0.3^2) + min(d^2, 3^2) / 2 ] / N,    d = log10(prior precision / that of the evidence)
+    [ log(1 + (log T / 0.3)^2) + min(d^2, 3^2) / 2 ] / N,    d = log10(prior precision / that of the evidence)
 
-so 200 examples are held back by it, and 20,000 do not feel it.
+so 200 examples are held back by it, and 20,000 do not feel it. Its tails are heavy: a network that is far too sure, and
+needs T = 3, is not held back by much.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HALF_DECADES: Final = 8  # of the grid, on each side of the present prior precis
 CAP: Final = 0.005  # nats per example that the wider posterior may cost against the network and its rescaled self
 NEGLIGIBLE: Final = 0.001  # nats per example: so much counts as equally good, however small the standard error is
 _TEMPERATURES = math.log(20)  # of the search, on each side of 1
-_SD_TEMPERATURE, _DECADES = 0.3, 3.0  # of the hyperprior: sd of log T; decades beyond which it is flat
+_WIDTH, _DECADES = 0.3, 3.0  # of the hyperprior: width of log T; decades beyond which it is flat
 _HOPELESS = 0.25  # nats per output above the best, where the search of a scale ends
 _NO_MORE = 1e-4  # nats between the narrowest posterior of the grid and the network, or between its last two steps
 _MOST_ADDED = 24  # half decades added to the grid on one side
@@ -104,7 +105,7 @@ class Profile:
         if self.centre is None:
             return 0.0
         softmax = self.held_out.scale == "softmax_temperature"
-        value = 0.5 * (math.log(scale) / _SD_TEMPERATURE) ** 2 if softmax else 0.0
+        value = math.log1p((math.log(scale) / _WIDTH) ** 2) if softmax else 0.0
         distance = math.log10(factor * self.held_out.rescaling(scale) / self.centre) if factor < NETWORK else _DECADES
         return (value + 0.5 * min(distance**2, _DECADES**2)) / count(self.held_out.weights, self.held_out.targets)
 
@@ -174,15 +175,19 @@ def widest_of(
     references: Sequence[Candidate],
     difference: Callable[[Candidate, Candidate], tuple[float, float]],
 ) -> Candidate:
-    """Return the widest posterior within one standard error of the best, and of the references with a cap."""
+    """Return the widest posterior within one standard error of the best that surely costs little.
+
+    It may cost up to its standard error against the references, and with another standard error added no more than
+    `CAP`: the fewer the examples, the narrower it is.
+    """
     limit = min(references, key=lambda each: each.objective)
 
     def eligible(each: Candidate) -> bool:
         extra, error = difference(each, limit)
         near = each.total - best.total <= max(difference(each, best)[1], NEGLIGIBLE)
-        return near and extra <= min(max(error, NEGLIGIBLE), CAP) and each.setting[0] < NETWORK
+        return near and extra <= max(error, NEGLIGIBLE) and extra + error <= CAP and each.setting[0] < NETWORK
 
-    return min([*filter(eligible, candidates), best], key=lambda each: each.setting[0])
+    return min(filter(eligible, candidates), key=lambda each: each.setting[0], default=best)
 
 
 def paired(differences: Tensor, weights: Tensor | None) -> tuple[float, float]:
