@@ -15,6 +15,7 @@ from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link
+from laplace.spec import refuse_unknown_keywords
 from laplace.tuning import methods, result
 from laplace.tuning.methods import ByEvidence, Method
 from laplace.tuning.problem import Problem, Scoring, how_scored, search_of, validation_of
@@ -46,6 +47,7 @@ class Tunable(Protocol):
     def runner(self) -> Runner: ...
 
 
+@refuse_unknown_keywords
 @plainly
 def tune(
     la: Tunable,
@@ -130,6 +132,7 @@ def tune(
     return _take(la, kinds, tuned)
 
 
+@refuse_unknown_keywords
 @plainly
 def optimize_prior_precision(
     la: Tunable,
