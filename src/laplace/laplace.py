@@ -21,7 +21,7 @@ from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
 from laplace.checks import flag, one_positive, path_of, positive, shown
 from laplace.curvature import CURVATURES, Estimator
-from laplace.errors import LaplaceError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import InputError, LaplaceError, NotFittedError, OptionError, UnsupportedError
 from laplace.inference import continual, inspection
 from laplace.inference import predict as predicting
 from laplace.inference.coverage import Coverage, coverage_of
@@ -324,6 +324,7 @@ class Laplace:
 
     # ---- the posterior --------------------------------------------------------------------------------------------
 
+    @refuse_unknown_keywords
     @plainly
     def fit(
         self,
@@ -359,6 +360,8 @@ class Laplace:
             UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
         """
+        if isinstance(override, Tensor):
+            raise InputError("la.fit(x, y) takes batches, not inputs and labels. Write la.fit([(x, y)]).")
         before = None if flag(override, "override") else self._fit
         journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)
         self._fit = sums_of(
@@ -374,6 +377,7 @@ class Laplace:
         self._training_data = train_loader if known else None
         return self
 
+    @refuse_unknown_keywords
     @plainly
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
@@ -533,11 +537,12 @@ class Laplace:
         self._fit, self._prior, self._training_data = found.fit, found.prior, None
         self.runner.adopt(found.weights)
 
+    @refuse_unknown_keywords
     def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
         """Write a fitted posterior to a file of safetensors: no code, and no training data.
 
         Args:
-            path: the file; one of that name is replaced once the new one is whole.
+            path: the file; one of that name is replaced once the new one is whole. Missing folders are made.
             with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
                 file has their numbers and a digest, and `load` needs the data.
 
@@ -548,6 +553,7 @@ class Laplace:
         files.save(self, path_of(path, "path"), flag(with_data, "with_data"))
 
     @classmethod
+    @refuse_unknown_keywords
     def load(
         cls,
         path: str | os.PathLike[str],
@@ -647,11 +653,13 @@ class Laplace:
         if posterior.prior.quadratic or not posterior.prior_clipped.count:
             return
         clipped, prior = posterior.prior_clipped, posterior.prior
+        named = ", ".join(prior.hyperparameters) or "its constants"
+        remedy = "a larger scale has fewer" if "scale" in prior.hyperparameters else f"other values of {named} may help"
         self.warn_once(
             "prior_clipped",
             f"-d2 log p of {prior} has {clipped.count} negative eigenvalues at the weights, the lowest "
             f"{clipped.lowest:.2g} of the largest; they are set to zero, and these weights are held by the data alone. "
-            "See la.prior_clipped; a larger scale has fewer.",
+            f"See la.prior_clipped; {remedy}.",
         )
 
     def _take_softmax_temperature(self, value: float) -> float:

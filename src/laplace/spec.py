@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laplace.budget import Budget
 from laplace.checks import choice, did_you_mean, shown, unchanged, whole_number
 from laplace.curvature import CURVATURES, GGN, Drawn, Estimator
-from laplace.errors import OptionError, UnsupportedError
+from laplace.errors import ModelError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.network.batches import Keys
 from laplace.predictive.positions import class_dim_of
@@ -293,23 +293,44 @@ def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | Non
 
 
 def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn a keyword that a function does not have into an OptionError with the nearest one.
+    """Turn a call with a wrong keyword, or without a needed argument, into an OptionError that says what to write.
 
     Type checkers see the function's own signature, so that they find the typo, too. If it ends with
-    `**options: Unpack[...]`, the keys of that TypedDict are allowed.
+    `**options: Unpack[...]`, the keys of that TypedDict are allowed. If it ends with `**model_kwargs`, these go to the
+    network, and are refused once the network does not take them.
     """
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
     known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    known |= {key for p in parameters if p.kind is p.VAR_KEYWORD for key in _unpacked(str(p.annotation))}
-    owner = function.__qualname__.removesuffix(".__init__").split(".")[0]
+    further = [str(p.annotation) for p in parameters if p.kind is p.VAR_KEYWORD]
+    passed_on = "Any" in further
+    known |= {key for annotation in further if annotation != "Any" for key in _unpacked(annotation)}
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    needed = [name for name in needed if name not in ("self", "cls")]
+    owner = function.__qualname__.removesuffix(".__init__")
+    if parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
+        owner = f"Laplace.{owner}" if owner != "call" else "Laplace.__call__"
+
+    def refused(name: str, where: str = "") -> OptionError:
+        hint = did_you_mean(name, sorted(known - {"self"})) or f" See help({owner})."
+        return OptionError(f"{owner} has no option {name!r}{where}.{hint}")
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in known:
-                hint = did_you_mean(name, sorted(known - {"self"})) or f" See help({owner})."
-                raise OptionError(f"{owner} has no option {name!r}.{hint}")
-        return function(*args, **kwargs)
+        strange = [name for name in kwargs if name not in known]
+        if strange and not passed_on:
+            raise refused(strange[0])
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise OptionError(f"{owner}: {error}. Write {owner}({', '.join(needed)}); see help({owner}).") from None
+        try:
+            return function(*args, **kwargs)
+        except (ModelError, TypeError) as error:
+            for name in strange:
+                if f"unexpected keyword argument {name!r}" in str(error):
+                    raise refused(name, ", and the network takes no such keyword") from error
+            raise
 
     return checked
 

@@ -85,10 +85,11 @@ class Head:
             positions = Positions.of(f, self.class_dim)
             rows, features = positions.rows(f).to(dtype), phi.flatten(0, -2).to(dtype)
         if len(features) != len(rows):
+            made = -1 if isinstance(layer, nn.Linear) else 1
             raise ModelError(
                 f"the outputs {tuple(f.shape)} with class_dim={self.class_dim} are {len(rows)} x {positions.c}; the "
                 f"last layer {name!r} gives {out.shape[0]} examples at {len(features) // max(1, out.shape[0])} "
-                "positions. class_dim must name the dimension that the last layer makes."
+                f"positions. class_dim must name the dimension that the last layer makes: write class_dim={made}."
             )
         return HeadForward(rows, features, self.weights, positions, self.budget, 0.0 if inputs.pairs else 1.0)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, flag, generator_or_none, shown, whole_number
-from laplace.errors import InputError, OptionError, UnsupportedError, within
+from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, scaled_outputs
 from laplace.linalg.autocast import plainly
@@ -24,11 +24,13 @@ from laplace.predictive.positions import Positions
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.queries import Contrasts, Covariances, Functions, Joint, Query, Variances, with_covariances
 from laplace.predictive.reshape import PredictionAtPositions, Reshaper
+from laplace.spec import refuse_unknown_keywords
 
 _FEW_DRAWS = 1000  # so many draws are not checked: they fit into memory if the outputs do
 _MAX_COVARIANCE = 32  # with more outputs than this, `predict` computes covariances only if asked to
 
 
+@refuse_unknown_keywords
 @plainly
 def call(
     source: Source,
@@ -108,6 +110,7 @@ def call(
         return shape(out.mean), spread
 
 
+@refuse_unknown_keywords
 @plainly
 def predict(
     source: Source,
@@ -186,6 +189,7 @@ def predict(
         return shape.prediction(response.prediction(outputs, p, source.noise_level, link, draws))
 
 
+@refuse_unknown_keywords
 @plainly
 def functional_samples(
     source: Source,
@@ -231,6 +235,7 @@ def functional_samples(
         return shape(drawn, lead=1)
 
 
+@refuse_unknown_keywords
 def predictive_samples(
     source: Source,
     /,
@@ -265,6 +270,7 @@ def predictive_samples(
     return at.shaped(source.likelihood.response.inverse_link(at.rows(f, lead=1)), lead=1)
 
 
+@refuse_unknown_keywords
 @plainly
 def preference(
     source: Source, /, a: Any, b: Any, link_approx: str | None = None, n_samples: int = 100, **model_kwargs: Any
@@ -302,6 +308,7 @@ def preference(
         return shape.each(torch.cat([_linked(source, link, how, part, draws) for part in parts]).squeeze(1))
 
 
+@refuse_unknown_keywords
 @plainly
 @torch.no_grad()
 def sample(la: Fitted, /, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (S, P)
@@ -375,6 +382,7 @@ def _linked(
             f"the {name} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
             "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
         )
+    _require_own_mean(p, len(part.outputs.mean), name)
     return require_finite(p, f"the mean of {name}")
 
 
@@ -384,6 +392,17 @@ def _needed(link: Link, independent: bool) -> Query:
     if not independent:
         return need
     return Contrasts() if isinstance(need, Contrasts) else Variances()
+
+
+def _require_own_mean(p: Any, n: int, name: str) -> None:
+    """Refuse what a link of the user returned, if it is no mean: another shape than (N, K), or NaN."""
+    if name != "own link":
+        return
+    if not isinstance(p, Tensor) or p.dim() != 2 or len(p) != n:
+        came = tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__
+        raise OptionError(f"the link in link_approx= returned {came}; one row per input, ({n}, K), is needed.")
+    if not p.isfinite().all():
+        raise NumericalError("the link in link_approx= returned NaN or infinite values for a finite mean and variance.")
 
 
 def _chosen(source: Source, outputs: Any, refused: bool) -> Tensor | None:

@@ -32,7 +32,7 @@ def summary(
         ("network", type(runner.model).__name__),
         (
             "likelihood",
-            _short(spec.likelihood.described) + (f", noise {_shown(noise)}" if spec.likelihood.has_noise else ""),
+            _short(spec.likelihood.described) + (f", noise {_values(noise)}" if spec.likelihood.has_noise else ""),
         ),
         ("structure", f"{spec.structure.described}; curvature {curvature}"),
         ("prior", _prior(prior)),
@@ -46,8 +46,9 @@ def summary(
     weights = _short(spec.weights.label)
     if posterior is not None:
         fit = posterior.fit
+        outputs = f"{fit.n_outputs} output{'s' if fit.n_outputs != 1 else ''}"
         weights = f"{weights}: {_listed(fit.layout.names)} ({fit.layout.n_params:,} weights)"
-        rows.append(("fitted", f"on {fit.n_data:,} examples, {fit.n_outputs} outputs, {_evidence(posterior)}"))
+        rows.append(("fitted", f"on {fit.n_data:,} examples, {outputs}, {_evidence(posterior)}"))
     else:
         rows.append(("fitted", "not yet: call la.fit(train_loader)"))
     rows.insert(1, ("weights", weights))
@@ -82,6 +83,12 @@ def _prior(prior: Prior) -> str:
     if not isinstance(prior, GaussianPrior):
         return repr(prior)
     return f"precision {_shown(prior.precision)}, mean {_shown(prior.mean)}"
+
+
+def _values(value: Tensor) -> str:
+    """Write out a few values, and the range of many."""
+    few = 1 < value.numel() <= _NAMES
+    return f"[{', '.join(f'{v:.4g}' for v in value.flatten().tolist())}]" if few else _shown(value)
 
 
 def _shown(value: Tensor) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Dirichlet, Distribution
 
 from laplace.checks import shown
-from laplace.errors import InputError, OptionError
+from laplace.errors import InputError, OptionError, warn
 from laplace.likelihoods.base import IGNORED, check_range, class_indices
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.linalg.output_curvature import OutputCurvature
@@ -44,6 +44,7 @@ class Categorical(OneOfSeveral):
     links = CATEGORICAL_LINKS
     trusted_link = "one_vs_rest"
     only_differences = True
+    _warned = False
 
     def __init__(
         self, label_smoothing: float = 0.0, class_weights: Any = None, ignore_index: int | None = None
@@ -63,6 +64,12 @@ class Categorical(OneOfSeveral):
 
     def check_outputs(self, f: Tensor) -> None:
         super().check_outputs(f)
+        if not self._warned and len(f) > 1 and _are_probabilities(f):
+            self._warned = True
+            warn(
+                "every row of the network's outputs is positive and sums to 1, as probabilities do; 'classification' "
+                "takes logits, and applies softmax itself. Return the output of the layer before the softmax."
+            )
         if f.shape[1] < 2:
             raise InputError(
                 f"'classification' needs at least two logits; the network's output has shape {tuple(f.shape)}. Softmax "
@@ -163,3 +170,8 @@ def _checked_class_weights(values: Any) -> Tensor:
             "class_weights=[1.0, 5.0]."
         )
     return weights
+
+
+def _are_probabilities(f: Tensor) -> bool:  # (N, C)
+    """Whether all rows lie on the simplex, which logits do not do by chance."""
+    return f.shape[1] > 1 and bool((f >= 0).all()) and bool(((f.sum(-1) - 1).abs() < 1e-3).all())

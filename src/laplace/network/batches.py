@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from laplace.checks import shown
@@ -28,6 +28,12 @@ from laplace.network.replica import call_with
 from laplace.network.watching import EXAMPLES, is_unwatched, watch
 
 MASK = "mask"  # the key of a mapping's mask
+_CASTS = {  # how inputs get the dtype of the weights
+    torch.float32: ".float()",
+    torch.float64: ".double()",
+    torch.float16: ".half()",
+    torch.bfloat16: ".bfloat16()",
+}
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -172,8 +178,26 @@ class Inputs:
         except (LaplaceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # any error of the network
-            raise ModelError(f"the network failed on {described(self.singles().x, self.kwargs)}: {error}") from error
+            came = f"the network failed on {described(self.singles().x, self.kwargs)}"
+            hint = self._remedy(model, bool(named))
+            raise ModelError(f"{came}. {hint} Its error: {error}" if hint else f"{came}: {error}") from error
         return self.combined(logits(output))
+
+    def _remedy(self, model: nn.Module, by_name: bool) -> str:
+        """Return what to write if the network failed on inputs of a kind that it probably does not take, else ''."""
+        if isinstance(self.x, DataLoader) or (isinstance(self.x, list) and _are_batches(self.x)):
+            return "la(x) takes the inputs of one batch; write la.predict(loader) for a loader."
+        if isinstance(self.x, Mapping) and not by_name:
+            return (
+                "The whole mapping was its one argument. Its entries are passed as keywords if forward names the key "
+                f"{self.keys.x!r} (dict_key_x=), or if its keys are the arguments of forward: write "
+                "forward(self, inputs, ...) for a key 'inputs'."
+            )
+        weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        others = {t.dtype for t in self.tensors() if t.is_floating_point()} - {weights}
+        if weights in _CASTS and others:
+            return f"Its weights are {weights}; write x{_CASTS[weights]}."
+        return ""
 
     def _watch(self, model: nn.Module) -> None:
         """Watch what a replica reads and writes, before its first run."""
@@ -262,6 +286,11 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
     return Batch(index, inputs, y, given)
 
 
+def _are_batches(x: list[Any]) -> bool:
+    """Whether a list holds batches (x, y), not inputs."""
+    return bool(x) and all(isinstance(part, (tuple, list)) for part in x)
+
+
 def _form(keys: Keys) -> str:
     return f"(x, y, {', '.join(keys.given)})"
 
@@ -324,8 +353,9 @@ def prediction_batches(
         yield "", Inputs(x, kwargs, keys)
         return
     if not isinstance(x, Iterable) or hasattr(x, "__array__"):
+        hint = " Write torch.as_tensor(x)." if hasattr(x, "__array__") else ""
         raise InputError(
-            f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed."
+            f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed.{hint}"
         )
     for index, batch in enumerate(_bar(x, progress, "predict")):
         one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given)

@@ -32,6 +32,10 @@ class Link:
     needs: Callable[[], Query] = Variances
     may_leave_simplex: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.needs, type):  # Covariances() means Covariances
+            object.__setattr__(self, "needs", type(self.needs))
+
     @classmethod
     def of_variances(cls, mean: Callable[[Tensor, Tensor], Tensor]) -> Link:
         """Make a link from a closed form `mean(f, variance)`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from laplace.checks import choice
+from laplace.checks import choice, shown
 from laplace.errors import OptionError, UnsupportedError
 from laplace.linalg.sampling import Draws
 from laplace.predictive.links import Link
@@ -62,6 +62,10 @@ class Response(ABC):
                     "for themselves. Leave it out."
                 )
             return "own link", link
+        if callable(link) and not isinstance(link, str):
+            raise OptionError(
+                f"link_approx={shown(link)} is a function; write Link.of_variances(fn) for a mean of (f, variance)."
+            )
         name = self.link_named(link, trusted)
         return name, self.links[name] if name else None
 

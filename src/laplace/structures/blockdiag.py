@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Asked, Times
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
 from laplace.budget import Budget
-from laplace.errors import warn
+from laplace.errors import OptionError, warn
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import TOLERATED, Clipped, eigh, total
 from laplace.structures.base import Contribution, Structure, Sums
@@ -51,13 +52,36 @@ class BlockDiagonal(Structure):
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         named = zip(layout.names, moments.parameters, strict=True)
-        return {f"{name}/{key}": value for name, m in named for key, value in self.block_sums(m).items()}
+        return {f"{name}/{key}": value for name, m in named for key, value in self._checked_sums(m).items()}
+
+    def _checked_sums(self, moments: MomentsOf) -> Contribution:
+        found: Any = self.block_sums(moments)
+        if not isinstance(found, Mapping):
+            raise OptionError(
+                f"{self.name}.block_sums returned a {type(found).__name__}; a mapping from names to tensors is needed, "
+                "as in {'fisher': moments.squares()}."
+            )
+        return dict(found)
 
     def curvature(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> BlockCurvature:
         decompose, parts = Eigh(dtype), by_tensor(sums, layout)
         shapes = zip(layout.names, layout.shapes, strict=True)
-        blocks = [self.block(parts[name], shape, decompose) for name, shape in shapes]
+        blocks = [self._checked_block(self.block(parts[name], shape, decompose), name, dtype) for name, shape in shapes]
         return BlockCurvature(blocks, layout, self.budget, decompose.clipped)
+
+    def _checked_block(self, block: Any, name: str, dtype: torch.dtype) -> Block:
+        if not isinstance(block, Block):
+            raise OptionError(
+                f"{self.name}.block returned a {type(block).__name__} for {name!r}; a Block is needed, such as "
+                "DiagBlock(diagonal, shape) or DenseBlock(matrix, shape, eigh.dtype)."
+            )
+        diagonal = block.as_diagonal()
+        if diagonal is not None and diagonal.dtype != dtype:
+            raise OptionError(
+                f"{self.name}.block returned {diagonal.dtype} for {name!r}; the posterior is in {dtype}. Write "
+                ".to(eigh.dtype)."
+            )
+        return block
 
 
 def by_tensor(sums: Sums, layout: Layout) -> dict[str, Sums]:

@@ -6,6 +6,7 @@ takes one factorisation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from laplace.backprop.asked import Asked
 from laplace.backprop.gradients import JacobianOf, MomentsOf
+from laplace.errors import OptionError
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import EIGH, SYMMETRIC, Clipped
 from laplace.structures.base import Contribution, Forms, Sums
@@ -76,6 +78,12 @@ class DenseBlock(Block):
     """
 
     def __init__(self, h: Tensor, shape: tuple[int, ...], dtype: torch.dtype, semidefinite: bool = True) -> None:
+        p = math.prod(shape)
+        if h.shape != (p, p):
+            raise OptionError(
+                f"DenseBlock got a matrix of shape {tuple(h.shape)} for a tensor of shape {tuple(shape)}; ({p}, {p}), "
+                "one row per weight, is needed."
+            )
         self.shape = shape
         self.whole = FullCurvature(h.double(), Layout(("block",), (shape,)), dtype, semidefinite)
 

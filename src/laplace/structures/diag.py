@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from laplace.backprop.asked import Asked
 from laplace.backprop.gradients import JacobianOf, KroneckerCovariance, MomentsOf
-from laplace.errors import UnsupportedError
+from laplace.errors import OptionError, UnsupportedError
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import check_positive
 from laplace.structures.base import Contribution, Forms, Sums
@@ -42,6 +44,11 @@ class DiagBlock(Block):
     """
 
     def __init__(self, diagonal: Tensor, shape: tuple[int, ...]) -> None:
+        if diagonal.shape != (math.prod(shape),):
+            raise OptionError(
+                f"DiagBlock got a diagonal of shape {tuple(diagonal.shape)} for a tensor of shape {tuple(shape)}; one "
+                f"number per weight, ({math.prod(shape)},), is needed: .flatten()."
+            )
         self.diagonal, self.shape = diagonal, shape
 
     def gaussian(self, scale: Tensor, precision: Tensor | Kronecker) -> DiagGaussian:

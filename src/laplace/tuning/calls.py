@@ -15,6 +15,7 @@ from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link
+from laplace.spec import refuse_unknown_keywords
 from laplace.tuning import methods, result
 from laplace.tuning.auto import looked_at
 from laplace.tuning.methods import ByEvidence, Method
@@ -49,6 +50,7 @@ class Tunable(Protocol):
     def runner(self) -> Runner: ...
 
 
+@refuse_unknown_keywords
 @plainly
 def tune(
     la: Tunable,
@@ -145,6 +147,7 @@ def tune(
     return _take(la, kinds, tuned)
 
 
+@refuse_unknown_keywords
 @plainly
 def optimize_prior_precision(
     la: Tunable,

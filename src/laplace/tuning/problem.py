@@ -168,6 +168,8 @@ class Problem:
 
     def losses(self, points: Sequence[Tensor]) -> list[float]:
         """Return what each point loses, and remember it: its score, or minus its log evidence without `val_loader`."""
+        if isinstance(points, Tensor) and points.dim() < 2:
+            raise OptionError("problem.losses takes a list of points. Write problem.losses([x]) for one point x.")
         if self.scoring.val_loader is None:
             if "temperature" in self.kinds:
                 raise UnsupportedError("the evidence has no optimum in the temperature. Give val_loader=.")

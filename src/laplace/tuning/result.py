@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laplace.checks import choice
+from laplace.checks import choice, shown
 from laplace.errors import OptionError
 from laplace.posterior.posterior import Posterior
 from laplace.priors.base import Prior
@@ -46,7 +46,8 @@ class Point:
     def __str__(self) -> str:
         values = self.hyperparameters or {"prior precision": self.prior_precision}
         prior = ", ".join(f"{name} {_shown(value)}" for name, value in values.items())
-        return f"{prior}, sigma_noise {self.sigma_noise:.4g}, temperature {self.temperature:.4g}"
+        noise = "" if self.sigma_noise == 1 else f", sigma_noise {self.sigma_noise:.4g}"
+        return f"{prior}{noise}, temperature {self.temperature:.4g}"
 
 
 def _shown(value: Tensor) -> str:
@@ -151,6 +152,9 @@ def names_of(names: Sequence[str], prior: Prior, noise: bool) -> list[str]:
     gaussian = isinstance(prior, GaussianPrior)
     valid = KINDS if gaussian else [*prior.hyperparameters, *KINDS[1:]]
     usual = ["prior_precision"] if gaussian else list(prior.tuned)
+    if listed := [name for name in names if isinstance(name, (list, tuple, set))]:
+        each = ", ".join(map(repr, listed[0]))
+        raise OptionError(f"la.tune({shown(listed[0])}): give the names one by one: la.tune({each}).")
     found = [choice(name, valid, "hyperparameter") for name in names] or usual + ["sigma_noise"] * noise
     if not found:
         raise OptionError(f"{prior} has no hyperparameters to tune.")

@@ -205,7 +205,7 @@ def _check_linear(model: nn.Module, call: _Call) -> None:
 
 
 def _not_found(name: str | None, calls: list[_Call], output: Tensor) -> str:
-    fix = "Return the layer's output itself (softmax and the like belong to the likelihood), or pass last_layer_name=."
+    fix = "Return the layer's output itself; softmax, sigmoid and the like belong to the likelihood."
     shape = tuple(output.shape)
     if name is not None:
         made = [tuple(c.output.shape) for c in calls if c.name == name]
@@ -216,5 +216,16 @@ def _not_found(name: str | None, calls: list[_Call], output: Tensor) -> str:
     last = calls[-1]
     return (
         f"the network's output, of shape {shape}, is not the output of an nn.Linear. The last one called was "
-        f"{last.name!r} with output {tuple(last.output.shape)}; something changes it before it is returned. {fix}"
+        f"{last.name!r} with output {tuple(last.output.shape)}; {_change(last.output, output)} before it is returned. "
+        f"{fix}"
     )
+
+
+def _change(out: Tensor, f: Tensor) -> str:
+    """Say what a network does to its last layer's output, if that is known."""
+    if out.shape == f.shape:
+        known = {"softmax": out.softmax(-1), "sigmoid": out.sigmoid()}
+        for name, changed in known.items():
+            if close(changed, f):
+                return f"a {name} is taken of it"
+    return "something changes it"
