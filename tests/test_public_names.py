@@ -24,6 +24,7 @@ CONCEPTS = {
     "Likelihood",
     "Ordinal",
     "Prediction",
+    "compare",
     "from_log_prob",
     "marglik_training",
     "plan",

@@ -171,46 +171,67 @@ def residual(model, data):
     return float((model(data[0]) - data[1]).detach().square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("subset", "body"), [("all", True), ("last_layer", False)])
-def test_the_noise_of_all_weights_is_that_of_the_residuals(subset, body):
-    model, training, _ = regression(body=body)
-    la = Laplace(model, "regression", subset, "kron").fit(cut(*training, 32))
+def joint_noise(la):
+    """The noise at the joint maximum of the evidence."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return la.tune("prior_precision", "sigma_noise", method="evidence").sigma_noise
+
+
+@pytest.mark.parametrize("structure", ["kron", "full"])
+def test_the_noise_of_all_weights_lies_between_residuals_and_evidence(structure):
+    model, training, _ = regression()
+    la = Laplace(model, "regression", "all", structure).fit(cut(*training, 32))
+    between = residual(model, training) ** 0.75 * joint_noise(la) ** 0.25
     tuned = la.tune()
     assert tuned.method == "residuals and evidence"
-    assert float(la.sigma_noise) == pytest.approx(residual(model, training), rel=1e-9)
+    assert float(la.sigma_noise) == pytest.approx(between, rel=1e-5)
     held = float(la.prior_precision)
-    la.tune("prior_precision", method="evidence")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.tune("prior_precision", method="evidence")
     assert float(la.prior_precision) == pytest.approx(held)
 
 
-def test_what_the_body_does_not_know_is_added_to_the_noise_of_the_last_layer():
+def test_the_noise_of_a_last_layer_is_half_way_to_that_of_all_weights():
     model, training, _ = regression()
-    everything = Laplace(model, "regression", "all", "kron", sigma_noise=residual(model, training)).fit([training])
-    everything.tune("prior_precision", method="evidence")
-    unknown = float(everything.predict(training[0]).outputs.variance.mean())
+    whole = joint_noise(Laplace(model, "regression", "all", "kron").fit([training]))
     la = Laplace(model, "regression", "last_layer", "full").fit(cut(*training, 32))
     la.tune()
-    assert float(la.sigma_noise) ** 2 == pytest.approx(residual(model, training) ** 2 + unknown, rel=1e-6)
+    assert float(la.sigma_noise) == pytest.approx((residual(model, training) * whole) ** 0.5, rel=1e-5)
+
+
+def test_on_a_frozen_body_the_evidence_sets_the_noise():
+    model, training, _ = regression(body=False)
+    la = Laplace(model, "regression").fit([training])
+    own = joint_noise(la)
+    la.tune()
+    assert float(la.sigma_noise) == pytest.approx(own, rel=1e-5)
 
 
 @pytest.mark.parametrize("subset", ["last_layer", "all"])
-def test_intervals_hold_what_they_say(subset):
-    held = []
+def test_intervals_hold_more_of_what_they_say_than_the_networks_own(subset):
+    """Intervals of 0.9 on 120 points hold .84 (last layer) and .88; the network with the noise of its residuals .64."""
+    held, own = [], []
     for seed in range(3):
         model, training, (x, y) = regression(seed=seed)
         la = Laplace(model, "regression", subset).fit([training])
         la.tune()
         low, high = la.predict(x).interval(0.9)
         held.append(float(((low <= y) & (y <= high)).double().mean()))
-    assert (0.85 if subset == "last_layer" else 0.8) <= sum(held) / 3 <= 0.95
+        off = (model(x) - y).detach().abs()
+        own.append(float((off <= 1.645 * residual(model, training)).double().mean()))
+    assert sum(own) / 3 < sum(held) / 3 <= 0.95
+    assert sum(held) / 3 >= 0.8
 
 
 def test_without_training_data_narrow_intervals_are_warned_of():
     model, training, _ = regression()
     la = Laplace(model, "regression").fit(iter([training]))
+    own = joint_noise(la)
     with pytest.warns(LaplaceWarning, match="too narrow"):
         la.tune()
-    assert float(la.sigma_noise) == pytest.approx(residual(model, training), rel=1e-9)
+    assert float(la.sigma_noise) == pytest.approx(own, rel=1e-5)
 
 
 def test_a_noise_far_from_the_residuals_is_warned_of():
@@ -228,7 +249,7 @@ def test_the_noise_alone_may_be_tuned():
     la = Laplace(model, "regression", "all", prior_precision=3.0).fit([training])
     tuned = la.tune("sigma_noise")
     assert float(la.prior_precision) == 3.0
-    assert tuned.sigma_noise == pytest.approx(residual(model, training), rel=1e-9)
+    assert tuned.sigma_noise > residual(model, training)
 
 
 def test_known_noise_is_not_tuned():

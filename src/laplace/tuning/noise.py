@@ -1,14 +1,14 @@
-"""Set the noise of a regression from the residuals of the training data, then the prior by the evidence at that noise.
+"""Set the noise of a regression between its residuals and the evidence's, then the prior by the evidence there.
 
-The joint maximum of the evidence is no guide to the noise. The log-determinant of a block-diagonal posterior over all
-weights is too large, and pushes the noise far above the residuals; the last layer alone leaves out what the body does
-not know, and the noise is too small for new inputs. Instead, with residuals r of the network at its weights,
+The residuals of the training data, s_res, are too small for new data, because the network was fitted to them. The noise
+at the joint maximum of the evidence, s_ev, is too large where the posterior is block-diagonal, and too small for a last
+layer, whose body was fitted to the same data. Between the two, on the scale of logarithms:
 
-    all weights      sigma^2 = mean of r^2
-    some of them     sigma^2 = mean of r^2 + mean over training inputs of S_all(x)
+    all weights      sigma = s_res^(3/4) s_ev^(1/4)
+    some of them     sigma = s_res^(1/2) s_ev^(1/2), with s_ev that of a Kronecker posterior over all weights
 
-S_all is the variance of the outputs under a Kronecker posterior over all weights, from one more fit, with its own prior
-by the evidence at the noise of the residuals: what the other weights do not know goes, on average, into the noise.
+The exponents are fitted to nine data sets, not derived. Weights with requires_grad=False count as fitted to other data:
+where all others are uncertain, s_ev is taken as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from laplace.errors import LaplaceWarning
 from laplace.inference.fit import fit
@@ -33,8 +32,7 @@ from laplace.tuning.training_data import Sample
 from laplace.weights import All
 from laplace.weights.selection import trainable_of
 
-_MOST: Final = 5_000  # examples of the further fit
-_LOOKED_AT: Final = 500  # examples over which S_all is averaged
+_MOST: Final = 1_000  # examples that the posterior over all weights is fitted to
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> T
     la = problem.la
     posterior = la.posterior.detached()
     level, note = _noise(problem, posterior, by_evidence)
-    held = replace(posterior, sigma=level.to(posterior.sigma))
+    held = replace(posterior, sigma=torch.as_tensor(level).to(posterior.sigma))
     others = [kind for kind in problem.kinds if kind != "sigma_noise"]
     if others:
         tuned = by_evidence(Problem(Held(held, la.runner), others, problem.groups))
@@ -63,59 +61,55 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> T
 
 def _noise(
     problem: Problem, posterior: Posterior, by_evidence: Callable[[Problem], Tuned]
-) -> tuple[Tensor, str]:  # (), what was done
+) -> tuple[float, str]:  # level, what was done
     """Return the level of the noise, and how it was found."""
-    runner, loader = problem.la.runner, problem.training_data
-    residual = residual_variance(posterior.fit).clamp(min=torch.finfo(torch.float64).tiny)
-    said = f"the residuals of the training data have a standard deviation of {float(residual.sqrt()):.4g}"
-    if posterior.fit.layout.n_params >= sum(p.numel() for _, p in trainable_of(runner.model)):
-        return residual.sqrt(), f"{said}, which was taken as the noise; the prior is by the evidence at that noise."
+    runner, loader, found = problem.la.runner, problem.training_data, posterior.fit
+    residual = float(residual_variance(found).clamp(min=torch.finfo(torch.float64).tiny).sqrt())
+    said = f"the noise of the training residuals is {residual:.4g}"
+    if found.layout.n_params >= sum(p.numel() for _, p in trainable_of(runner.model)):
+        own = _joint(Held(posterior, runner), problem.groups, by_evidence)
+        if all(p.requires_grad for p in runner.model.parameters()):
+            return (
+                residual**0.75 * own**0.25,
+                f"{said}, the evidence's {own:.4g}; a quarter of the way was taken.",
+            )
+        return own, f"{said}; that of the evidence, {own:.4g}, was taken: all other weights are frozen."
     if loader is None:
         why = "there is no training data at hand (train_loader=)"
     else:
         try:
             sample = Sample(loader, _MOST, problem.scoring.seed)
-            unknown = _unknown(runner, sample, posterior.fit.n_data, residual, by_evidence)
-            return (residual + unknown).sqrt(), (
-                f"{said}; what all weights do not know of the outputs, {float(unknown.sqrt()):.4g} on average, was "
-                "added to the noise; the prior is by the evidence at that noise."
-            )
+            whole = _joint(_all_weights(runner, sample, found.n_data), "scalar", by_evidence)
+            return (residual * whole) ** 0.5, f"{said}, that of all weights' evidence {whole:.4g}; half way was taken."
         except Exception as error:  # a network whose other weights have no Kronecker form, a loader that fails
             why = str(error)
-    problem.la.runner.warn_once(
+    own = _joint(Held(posterior, runner), problem.groups, by_evidence)
+    runner.warn_once(
         "noise of the other weights",
-        f"{said}, which was taken as the noise. Weights besides the uncertain ones were fitted to the same data, and "
-        f"what they do not know could not be added: {why}. Intervals will be too narrow: with validation data write "
+        f"{said}; that of the evidence, {own:.4g}, was taken. Other weights were fitted to the same data, and what "
+        f"they do not know could not be found: {why}. Intervals will be too narrow: with validation data write "
         "la.calibrate(val_loader), or take subset_of_weights='all'.",
     )
-    return residual.sqrt(), f"{said}, which was taken as the noise; too small for new inputs, since {why}."
+    return own, f"{said}; that of the evidence, {own:.4g}, was taken, and is too small for new inputs: {why}."
 
 
-def _unknown(
-    runner: Runner, sample: Sample, n_data: int, residual: Tensor, by_evidence: Callable[[Problem], Tuned]
-) -> Tensor:  # ()
-    """Return the mean of S_all over training inputs, relative to the noise of each output where that differs.
+def _joint(la: Held, groups: str, by_evidence: Callable[[Problem], Tuned]) -> float:
+    """Return the noise at the joint maximum of the evidence in prior and noise."""
+    prior = la.posterior.prior
+    own = ["prior_precision"] if isinstance(prior, GaussianPrior) else list(prior.tuned)
+    return by_evidence(Problem(la, [*own, "sigma_noise"], groups)).sigma_noise
 
-    The sums of a sample stand for those of all `n_data` examples.
-    """
-    spec = replace(runner.spec, weights=All(), structure=Kron(), curvature=None)
-    other = _Silent(runner.model, spec)
+
+def _all_weights(runner: Runner, sample: Sample, n_data: int) -> Held:
+    """Return a Kronecker posterior over all weights. The sums of a sample stand for those of all `n_data` examples."""
+    other = _Silent(runner.model, replace(runner.spec, weights=All(), structure=Kron(), curvature=None))
     prior = GaussianPrior.of(1.0)
     found = fit(other, sample.reading(), prior)
     if found.n_data < n_data:
         times = torch.tensor(n_data / found.n_data, dtype=torch.float64)
         data = {key: value * times.to(value) for key, value in found.data.items()}
         found = replace(found, sums=found.structure.scaled(found.sums, times), data=data, n_data=n_data)
-    sigma = residual.sqrt().to(found.mean)
-    posterior = Posterior(found, prior, sigma, 1.0)
-    tuned = by_evidence(Problem(Held(posterior, other), ["prior_precision"], "scalar"))
-    posterior = replace(posterior, prior=prior.with_precision(tuned.prior_precision))
-    total, count = torch.zeros((), dtype=torch.float64, device=found.mean.device), 0.0
-    for forward, targets in replace(sample, most=_LOOKED_AT).runs(other, posterior, "training"):
-        variance = posterior.gaussian.variance(forward.jacobian())
-        each = (variance * spec.likelihood.fisher(forward.outputs, targets.y).squares()).double().mean(1)
-        total, count = total + targets.total(each), count + float(targets.total(torch.ones_like(each)))
-    return total / count
+    return Held(Posterior(found, prior, torch.ones_like(found.mean[0]), 1.0), other)
 
 
 class _Silent(Runner):
