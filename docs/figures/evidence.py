@@ -43,7 +43,7 @@ def scores(model: nn.Module, train: tuple[Tensor, Tensor], test: tuple[Tensor, T
     found = []
     for weights, structure in (("last_layer", "full"), ("all", "kron")):
         la = Laplace(model, "regression", weights, structure).fit([train])
-        evidence = la.tune("prior_precision", "sigma_noise").score
+        evidence = la.tune("prior_precision", "sigma_noise", method="evidence").score
         prediction = la.predict(test[0])
         found += [evidence, gaussian_nll(prediction.mean, prediction.total, test[1])]
     return found

@@ -15,7 +15,7 @@ from laplace.curvature import Estimator, OutputCurvature
 from laplace.errors import FormChangedError, InputError, NumericalError, UnsupportedError, within
 from laplace.inference.targets import counted
 from laplace.likelihoods.base import Likelihood, Targets
-from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums
+from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
 from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch, Inputs
 from laplace.posterior.posterior import Fit
@@ -177,7 +177,7 @@ class Accumulator:
             used = {key.rpartition("/")[0] for key in self.sums}
             _add(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
             found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
-            _require_finite(found | self.data)
+            _require_finite(found | self.data, self._like.dtype)
             self.totals = self.pass_.finish(self._before, found)
 
     def _add(self, batches: Iterable[Batch]) -> None:
@@ -411,14 +411,14 @@ def _add(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -
             total[key] += value
 
 
-def _require_finite(sums: Sums) -> None:
+def _require_finite(sums: Sums, dtype: torch.dtype) -> None:
     """Refuse sums with an overflow or a gradient that does not exist."""
     bad = [key for key, value in sums.items() if not value.sum().isfinite() and not value.isfinite().all()]
     if bad:
         raise NumericalError(
             f"the sums over the data hold NaN or infinite values in {', '.join(bad[:3])}; all outputs are finite. "
             "A product has overflowed, or the network has no derivative at some example (a root of 0, say). Scale the "
-            "inputs and labels to about 1, or fit with model.double()."
+            f"inputs and labels to about 1{or_double(dtype)}."
         )
 
 

@@ -30,7 +30,7 @@ _SEED = 0xE16
 _APART = 1e-6  # relative gap of eigenvalues' roots from which eigenvectors are well determined
 _BLURRED = 1e-8  # rounding of a sum of float32 products, relative to its largest eigenvalue
 TOLERATED = 0.05  # share of a variance that may be rounding without a warning
-_ROUNDED = {torch.float64: 1e-9}  # relative to the largest eigenvalue: rounding of sums over up to 5 million rows
+_ROUNDED = {torch.float64: 1e-11}  # relative to the largest eigenvalue: smaller negative ones are rounding
 
 
 def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace.errors import NumericalError
 from laplace.linalg.contrasts import as_if_independent, centred_twice, variances_if_independent
 from laplace.linalg.sampling import Draws, normals_by_example
-from laplace.linalg.symmetric import spectrum
+from laplace.linalg.symmetric import or_double, spectrum
 
 _CHUNK = 2**20  # elements drawn at a time: few enough to stay in a processor's cache until they are summed
 
@@ -143,8 +143,8 @@ def require_finite(values: Tensor, what: str, axis: int = 0) -> Tensor:
         inputs = bad.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
         raise NumericalError(
             f"{what} is NaN or infinite at {len(inputs)} inputs, the first is number {inputs[0]}, though the outputs "
-            "are finite: it has overflowed, or the network has no derivative there. Raise the prior precision, scale "
-            "the inputs to about 1, or take model.double()."
+            "are finite: it has overflowed, or the network has no derivative there. Raise the prior precision, or "
+            f"scale the inputs to about 1{or_double(values.dtype)}."
         )
     return values
 

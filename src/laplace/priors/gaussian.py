@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace.checks import positive, real
 from laplace.errors import OptionError
-from laplace.linalg.symmetric import Clipped
+from laplace.linalg.symmetric import Clipped, or_double
 from laplace.priors.base import Prior, require_known, shown_values
 from laplace.structures import per_weight
 from laplace.weights.layout import Layout
@@ -107,7 +107,7 @@ class GaussianPrior(Prior):
         if not (precision.isfinite() & (precision >= torch.finfo(like.dtype).tiny)).all():
             raise OptionError(
                 f"the prior precision is out of range in {like.dtype}: it or the variance becomes 0 or "
-                "infinite there. Take values nearer 1, or model.double()."
+                f"infinite there. Take values nearer 1{or_double(like.dtype)}."
             )
         if precision.numel() == 1:
             return [precision.reshape(())] * len(layout.names)

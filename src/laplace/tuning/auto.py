@@ -2,7 +2,7 @@
 
 `method="auto"` maximises the evidence, of a regression with the noise set from its residuals (noise.py), and then looks
 at a sample of the training data (guard.py). Where the posterior makes the network worse there, the prior precision is
-raised as little as ends that: the widest posterior that does no harm. What trips even so is warned of.
+raised as little as ends that: the widest posterior that does no harm there. What trips even so is warned of.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from laplace.tuning.result import Point, Tuned
 from laplace.tuning.training_data import Sample
 from laplace.tuning.validation import Validation
 
-_FACTORS: Final = tuple(10 ** (k / 8) for k in range(49))  # by which the prior precision is raised: 1 to 1e6
+_DECADES: Final = 6  # by which the prior precision is raised at most
+_STEPS: Final = 8  # in the decade that is chosen
 _NO_DATA: Final = (
     "not looked at: there is no training data at hand (train_loader=). See that the confidence is not far below the "
     "accuracy."
@@ -56,10 +57,21 @@ class Guard:
         prior = posterior.prior
         if not isinstance(prior, GaussianPrior):
             return None
-        raised = [replace(posterior, prior=prior.with_precision(factor * prior.precision)) for factor in _FACTORS]
-        for factor, other, finding in zip(_FACTORS, raised, self.look(raised), strict=True):
+        decades = self._first([float(k) for k in range(_DECADES + 1)], posterior, prior)
+        if decades is None or decades[0] == 0.0:
+            return None if decades is None else (1.0, *decades[1:])
+        steps = [decades[0] - 1 + k / _STEPS for k in range(1, _STEPS)]
+        power, other, finding = self._first(steps, posterior, prior) or decades
+        return 10**power, other, finding
+
+    def _first(
+        self, powers: Sequence[float], posterior: Posterior, prior: GaussianPrior
+    ) -> tuple[float, Posterior, Finding] | None:
+        """Return the first power of ten on the prior precision with which the posterior passes."""
+        raised = [replace(posterior, prior=prior.with_precision(10**power * prior.precision)) for power in powers]
+        for power, other, finding in zip(powers, raised, self.look(raised), strict=True):
             if not finding.tripped and finding.harm <= ALLOWED:
-                return factor, other, finding
+                return power, other, finding
         return None
 
 

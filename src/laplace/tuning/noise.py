@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from laplace.errors import LaplaceError, LaplaceWarning
 from laplace.inference.fit import fit
@@ -36,7 +35,7 @@ from laplace.tuning.training_data import Sample
 from laplace.weights import All
 from laplace.weights.selection import trainable_of
 
-_MOST: Final = 2_000  # examples of the further fit
+_MOST: Final = 1_000  # examples of the further fit
 _STEPS: Final = 100  # of Newton's method, at most
 
 
