@@ -22,7 +22,7 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 
 def at_positions(gap: float, groups: int = 1) -> Tensor:  # (128, Gr, 16 / Gr, 64)
-    """Gradients whose last channel differs from the first by a share `gap`, too many to be copied to float64 unasked."""
+    """Gradients whose last channel differs from the first by a share `gap`, too many to be taken in float64 unasked."""
     x = torch.randn(128, groups, 16 // groups, 64, generator=torch.Generator().manual_seed(0))
     x[:, :, -1] = x[:, :, 0] + gap * x[:, :, -1]
     return x
