@@ -332,9 +332,11 @@ class GramSum:
     def _take(self, rows: Tensor) -> None:
         m, d = rows.shape
         self._seen += m
-        if d < _MANY or self._seen < 2 * d:  # these rows may be all the data: see `gram`
+        if d < _MANY:
             self.add_gram(gram(rows))
             return
+        if self._seen < 2 * d:  # these rows may be all the data: see `gram`
+            rows = rows.double()
         if self.total is None:
             self.total = in_sums(rows.new_zeros(d, d))
         elif d > _PRECISE:
