@@ -23,7 +23,7 @@ import torch
 import machine
 from harm import figure, methods, promises, report
 from harm.data import Folder
-from harm.methods import Sizes
+from harm.methods import Sizes, Tuning
 from harm.tasks import TASKS, Task
 
 HERE = Path(__file__).parent
@@ -68,7 +68,9 @@ def _rounded(value: object) -> object:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def run(task: Task, seed: int, folder: Folder, cache: Path, rows: Rows, sizes: Sizes) -> None:
+def run(
+    task: Task, seed: int, folder: Folder, cache: Path, rows: Rows, sizes: Sizes, tunings: tuple[Tuning, ...]
+) -> None:
     """Compute the rows of one trained network that are not there yet."""
     start = f"{task.name}/{seed}/"
     prepared = task.prepare(folder, cache, seed)
@@ -77,18 +79,20 @@ def run(task: Task, seed: int, folder: Folder, cache: Path, rows: Rows, sizes: S
             rows.add(start + name, row)
     for weights in methods.weights_of(prepared):
         absent = lambda name: start + name not in rows.found  # noqa: E731
-        for name, row in methods.posterior_rows(prepared, weights, task.regression, sizes, absent, seed):
+        for name, row in methods.posterior_rows(prepared, weights, task.regression, sizes, absent, seed, tunings):
             rows.add(start + name, row)
     rows.write()
 
 
 def main() -> None:
+    known = [tuning.name for tuning in methods.TUNINGS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of data")
     parser.add_argument("--cache", type=Path, default=HERE / "cache", help="for trained networks and features")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=None)
     parser.add_argument("--seeds", type=int, default=5, help="at most so many of each task")
     parser.add_argument("--quick", action="store_true", help=f"one seed of {', '.join(QUICK)}; few test examples")
+    parser.add_argument("--methods", nargs="+", choices=known, default=known, help="ways of tuning; loo is the slowest")
     parser.add_argument("--redo", nargs="+", default=[], help="methods whose rows are computed again, as 'auto'")
     parser.add_argument("--out", type=Path, default=None, help="another results file, the figure beside it")
     parser.add_argument("--report", action="store_true", help="only tables and figure of the rows that are there")
@@ -98,12 +102,13 @@ def main() -> None:
     out = args.out or (RESULTS.with_stem("do_no_harm_quick") if args.quick else RESULTS)
     rows, sizes = Rows(out, args.redo), Sizes(500, 200, 200, 100) if args.quick else Sizes()
     names = args.tasks or (QUICK if args.quick else list(TASKS))
-    for tuning in methods.TUNINGS:
+    tunings = tuple(tuning for tuning in methods.TUNINGS if tuning.name in args.methods)
+    for tuning in tunings:
         if why := methods.missing(tuning):
             print(f"{tuning.name} is left out: {why} in this version.")
     for seed in range(0 if args.report else 1 if args.quick else args.seeds):
         for task in (TASKS[name] for name in names if seed < TASKS[name].seeds):
-            run(task, seed, Folder(args.data), args.cache, rows, sizes)
+            run(task, seed, Folder(args.data), args.cache, rows, sizes, tunings)
     table = report.Table(rows.found)
     print(f"\n{table.terminal()}\n\n{promises.halves(table)}\n\n{promises.acceptance(table)}")
     if out == RESULTS:
