@@ -49,8 +49,9 @@ class Rows:
     def add(self, name: str, row: dict) -> None:
         self.found[name] = {key: _rounded(value) for key, value in row.items()}
         print(f"{name:50s} nll {row['nll']:.4f}", flush=True)
+        self._write()
 
-    def write(self) -> None:
+    def _write(self) -> None:
         kept = {
             "date": datetime.now(timezone.utc).date().isoformat(),
             "machine": asdict(machine.describe()),
@@ -81,7 +82,6 @@ def run(
         absent = lambda name: start + name not in rows.found  # noqa: E731
         for name, row in methods.posterior_rows(prepared, weights, task.regression, sizes, absent, seed, tunings):
             rows.add(start + name, row)
-    rows.write()
 
 
 def main() -> None:
