@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,14 +37,17 @@ QUICK = ("digits", "boston", "yacht")
 class Rows:
     """Scores under 'task/seed/method', written as they are found."""
 
-    def __init__(self, path: Path, redo: list[str]) -> None:
+    def __init__(self, path: Path, redo: list[str], tasks: Sequence[str]) -> None:
         self.path, self.found, self.start = path, dict[str, dict](), time.process_time()
         self.seconds = 0.0
         if path.exists():
             before = json.loads(path.read_text())
             self.seconds = before["seconds"]
+            again = {(task, method) for task in tasks for method in redo}
             self.found = {
-                name: row for name, row in before["rows"].items() if not any(f"/ {word}" in name for word in redo)
+                name: row
+                for name, row in before["rows"].items()
+                if (name.split("/")[0], name.split("/ ")[-1].split()[0]) not in again
             }
 
     def add(self, name: str, row: dict) -> None:
@@ -93,15 +97,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="at most so many of each task")
     parser.add_argument("--quick", action="store_true", help=f"one seed of {', '.join(QUICK)}; few test examples")
     parser.add_argument("--methods", nargs="+", choices=known, default=known, help="ways of tuning; loo is the slowest")
-    parser.add_argument("--redo", nargs="+", default=[], help="methods whose rows are computed again, as 'auto'")
+    parser.add_argument("--redo", nargs="+", choices=known, default=[], help="methods whose rows are computed again")
     parser.add_argument("--out", type=Path, default=None, help="another results file, the figure beside it")
     parser.add_argument("--report", action="store_true", help="only tables and figure of the rows that are there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.cache.mkdir(parents=True, exist_ok=True)
     out = args.out or (RESULTS.with_stem("do_no_harm_quick") if args.quick else RESULTS)
-    rows, sizes = Rows(out, args.redo), Sizes(500, 200, 200, 100) if args.quick else Sizes()
     names = args.tasks or (QUICK if args.quick else list(TASKS))
+    rows, sizes = Rows(out, args.redo, names), Sizes(500, 200, 200, 100) if args.quick else Sizes()
     tunings = tuple(tuning for tuning in methods.TUNINGS if tuning.name in args.methods)
     for tuning in tunings:
         if why := methods.missing(tuning):
