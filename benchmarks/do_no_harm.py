@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 import machine
 from harm import figure, methods, promises, report
 from harm.data import Folder
-from harm.methods import Sizes
+from harm.methods import Sizes, Tuning
 from harm.tasks import TASKS, Task
 
 HERE = Path(__file__).parent
@@ -36,21 +37,25 @@ QUICK = ("digits", "boston", "yacht")
 class Rows:
     """Scores under 'task/seed/method', written as they are found."""
 
-    def __init__(self, path: Path, redo: list[str]) -> None:
+    def __init__(self, path: Path, redo: list[str], tasks: Sequence[str]) -> None:
         self.path, self.found, self.start = path, dict[str, dict](), time.process_time()
         self.seconds = 0.0
         if path.exists():
             before = json.loads(path.read_text())
             self.seconds = before["seconds"]
+            again = {(task, method) for task in tasks for method in redo}
             self.found = {
-                name: row for name, row in before["rows"].items() if not any(f"/ {word}" in name for word in redo)
+                name: row
+                for name, row in before["rows"].items()
+                if (name.split("/")[0], name.split("/ ")[-1].split()[0]) not in again
             }
 
     def add(self, name: str, row: dict) -> None:
         self.found[name] = {key: _rounded(value) for key, value in row.items()}
         print(f"{name:50s} nll {row['nll']:.4f}", flush=True)
+        self._write()
 
-    def write(self) -> None:
+    def _write(self) -> None:
         kept = {
             "date": datetime.now(timezone.utc).date().isoformat(),
             "machine": asdict(machine.describe()),
@@ -68,7 +73,9 @@ def _rounded(value: object) -> object:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def run(task: Task, seed: int, folder: Folder, cache: Path, rows: Rows, sizes: Sizes) -> None:
+def run(
+    task: Task, seed: int, folder: Folder, cache: Path, rows: Rows, sizes: Sizes, tunings: tuple[Tuning, ...]
+) -> None:
     """Compute the rows of one trained network that are not there yet."""
     start = f"{task.name}/{seed}/"
     prepared = task.prepare(folder, cache, seed)
@@ -77,33 +84,35 @@ def run(task: Task, seed: int, folder: Folder, cache: Path, rows: Rows, sizes: S
             rows.add(start + name, row)
     for weights in methods.weights_of(prepared):
         absent = lambda name: start + name not in rows.found  # noqa: E731
-        for name, row in methods.posterior_rows(prepared, weights, task.regression, sizes, absent, seed):
+        for name, row in methods.posterior_rows(prepared, weights, task.regression, sizes, absent, seed, tunings):
             rows.add(start + name, row)
-    rows.write()
 
 
 def main() -> None:
+    known = [tuning.name for tuning in methods.TUNINGS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder of data")
     parser.add_argument("--cache", type=Path, default=HERE / "cache", help="for trained networks and features")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=None)
     parser.add_argument("--seeds", type=int, default=5, help="at most so many of each task")
     parser.add_argument("--quick", action="store_true", help=f"one seed of {', '.join(QUICK)}; few test examples")
-    parser.add_argument("--redo", nargs="+", default=[], help="methods whose rows are computed again, as 'auto'")
+    parser.add_argument("--methods", nargs="+", choices=known, default=known, help="ways of tuning; loo is the slowest")
+    parser.add_argument("--redo", nargs="+", choices=known, default=[], help="methods whose rows are computed again")
     parser.add_argument("--out", type=Path, default=None, help="another results file, the figure beside it")
     parser.add_argument("--report", action="store_true", help="only tables and figure of the rows that are there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.cache.mkdir(parents=True, exist_ok=True)
     out = args.out or (RESULTS.with_stem("do_no_harm_quick") if args.quick else RESULTS)
-    rows, sizes = Rows(out, args.redo), Sizes(500, 200, 200, 100) if args.quick else Sizes()
     names = args.tasks or (QUICK if args.quick else list(TASKS))
-    for tuning in methods.TUNINGS:
+    rows, sizes = Rows(out, args.redo, names), Sizes(500, 200, 200, 100) if args.quick else Sizes()
+    tunings = tuple(tuning for tuning in methods.TUNINGS if tuning.name in args.methods)
+    for tuning in tunings:
         if why := methods.missing(tuning):
             print(f"{tuning.name} is left out: {why} in this version.")
     for seed in range(0 if args.report else 1 if args.quick else args.seeds):
         for task in (TASKS[name] for name in names if seed < TASKS[name].seeds):
-            run(task, seed, Folder(args.data), args.cache, rows, sizes)
+            run(task, seed, Folder(args.data), args.cache, rows, sizes, tunings)
     table = report.Table(rows.found)
     print(f"\n{table.terminal()}\n\n{promises.halves(table)}\n\n{promises.acceptance(table)}")
     if out == RESULTS:

@@ -122,11 +122,12 @@ def posterior_rows(
     sizes: Sizes,
     wanted: Callable[[str], bool],
     seed: int,
+    tunings: Sequence[Tuning] = TUNINGS,
 ) -> Iterator[tuple[str, dict]]:
     """Fit once; tune in each way, and score what each link says. A row says what was tuned, and what was warned of."""
     todo = [
         (tuning, [link for link in _links(tuning, regression) if wanted(key(weights, tuning.name, link))])
-        for tuning in TUNINGS
+        for tuning in tunings
         if missing(tuning) is None
     ]
     if not any(links for _, links in todo):
