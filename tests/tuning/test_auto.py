@@ -206,9 +206,9 @@ def test_the_noise_on_a_frozen_body_is_the_evidences():
 
 
 @pytest.mark.parametrize("subset", ["last_layer", "all"])
-def test_intervals_hold_more_of_what_they_say_than_the_networks_own(subset):
-    """Intervals of 0.9 on 120 points hold .84 (last layer) and .88; the network with the noise of its residuals .64."""
-    held, own = [], []
+def test_intervals_hold_nearly_what_they_say(subset):
+    """Intervals of 0.9 hold .84 (last layer) and .88 on average of these three; .9 on average of nine UCI sets."""
+    held = []
     for seed in range(3):
         model, training, (x, y) = regression(seed=seed)
         la = Laplace(model, "regression", subset).fit([training])
@@ -221,7 +221,6 @@ def test_intervals_hold_more_of_what_they_say_than_the_networks_own(subset):
 def test_without_training_data_narrow_intervals_are_warned_of():
     model, training, _ = regression()
     la = Laplace(model, "regression").fit(iter([training]))
-    own = joint_noise(la)
     with pytest.warns(LaplaceWarning, match="too narrow"):
         la.tune()
     assert float(la.sigma_noise) == pytest.approx(evidence_noise(model, training, "last_layer"), rel=1e-4)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from laplace.errors import LaplaceError, LaplaceWarning
 from laplace.inference.fit import fit
