@@ -129,11 +129,19 @@ def _result(la: Tunable, profile: Profile, rule: str) -> tuple[Calibrated, Setti
     best = best_of(candidates, references)
     chosen = best if rule == "best" else widest_of(candidates, best, references, profile.difference)
     reporter = _Reporter(held_out, network, rescaled)
-    named = {"network": network, "rescaled": rescaled, "before": before, "best": best, "chosen": chosen}
-    rows = {name: reporter.row(name, candidate) for name, candidate in named.items()}
     curve = tuple(reporter.row("profile", each) for each in candidates if each.setting[0] < NETWORK)
     n_data = round(count(held_out.weights, held_out.targets))
-    return Calibrated(n_data, rule, **rows, profile=curve), chosen.setting
+    calibrated = Calibrated(
+        n_data,
+        rule,
+        network=reporter.row("network", network),
+        rescaled=reporter.row("rescaled", rescaled),
+        before=reporter.row("before", before),
+        best=reporter.row("best", best),
+        chosen=reporter.row("chosen", chosen),
+        profile=curve,
+    )
+    return calibrated, chosen.setting
 
 
 def _how(la: Tunable, link_approx: Any, ood_loader: Any, ood_weight: float) -> How:
