@@ -49,7 +49,7 @@ def fitted(model: nn.Module, hours: Tensor, counts: Tensor, subset: str, structu
     """A posterior with the prior precision of maximal evidence."""
     la = Laplace(model, "poisson", subset_of_weights=subset, hessian_structure=structure)
     la.fit(DataLoader(TensorDataset(scaled(hours), counts), batch_size=100))
-    la.tune()
+    la.tune(method="evidence")
     return la
 
 

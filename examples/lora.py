@@ -83,7 +83,7 @@ def main(quick: bool = False) -> dict[int, dict[str, float]]:
 
         la = Laplace(model, "classification", subset_of_weights="all")
         la.fit(DataLoader(data, batch_size=50))
-        la.tune()
+        la.tune(method="evidence")
         new = DataLoader(test, batch_size=100)
         prediction = la.predict(new, link_approx="mc", n_samples=500, progress_bar=False)
 

@@ -57,7 +57,7 @@ def main(quick: bool = False) -> dict[str, Tensor]:
 
     la = Laplace(model, "reward_modeling", "all", "full")
     la.fit(DataLoader(TensorDataset(pairs, preferred), batch_size=50))
-    la.tune()
+    la.tune(method="evidence")
 
     print(f"{'distance':>8} {'right':>7} {'sure: network':>14} {'Laplace':>8} {'NLL: network':>13} {'Laplace':>8}")
     columns: dict[str, list[Tensor]] = {key: [] for key in ("right", "before", "after", "loss_before", "loss_after")}

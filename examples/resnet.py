@@ -113,8 +113,8 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
         every = Laplace(model, "classification", subset_of_weights="all").fit(train_loader)
 
     tunings = {
-        "evidence": lambda la: la.tune(),
-        "evidence, per tensor": lambda la: la.tune(prior_structure="layerwise"),
+        "evidence": lambda la: la.tune(method="evidence"),
+        "evidence, per tensor": lambda la: la.tune(method="evidence", prior_structure="layerwise"),
         "validation": lambda la: la.tune(method="validation", val_loader=val_loader, link_approx="mc"),
     }
     for which, la in {"last layer": last, "all weights": every}.items():

@@ -78,7 +78,7 @@ def main(quick: bool = False) -> dict[str, dict[str, float]]:
 
     la = Laplace(model, Categorical(ignore_index=UNLABELLED), class_dim=1)
     la.fit(DataLoader(data, batch_size=10))
-    la.tune()
+    la.tune(method="evidence")
 
     x_new, y_new = images(10 if quick else 100)
     with torch.no_grad():

@@ -82,7 +82,7 @@ def main(quick: bool = False) -> dict[str, dict[str, dict[str, float]]]:
             "all weights": Laplace(model, "classification", "all").fit(loader),
         }
     for la in posteriors.values():
-        la.tune()
+        la.tune(method="evidence")
 
     rows: dict[str, dict[str, dict[str, float]]] = {}
     doubts: dict[str, dict[str, Tensor]] = {name: {} for name in posteriors}

@@ -73,7 +73,7 @@ def precisions(model: nn.Module, train: Batches, test: tuple[Tensor, Tensor]) ->
     la = Laplace(model, "classification", "all").fit(train)
     for when in ("with eigenvalues", "again"):
         start = time.process_time()
-        la.tune()
+        la.tune(method="evidence")
         print(f"  tuning all weights, {when}: {1e3 * (time.process_time() - start):.0f} ms")
 
 
@@ -82,7 +82,7 @@ def evidence_and_validation(model: nn.Module, train: Batches, test: tuple[Tensor
     print("evidence and validation, on the other test images\n  the network:", scores(of_network(model, x), y))
     for weights in ("last_layer", "all"):
         la = Laplace(model, "classification", weights).fit(train)
-        la.tune()
+        la.tune(method="evidence")
         print(f"  {weights}, evidence, {float(la.prior_precision):.3g}:", scores(la(x), y))
         la.tune(method="validation", val_loader=held_out)
         print(f"  {weights}, validation, {float(la.prior_precision):.3g}:", scores(la(x), y))
@@ -91,7 +91,7 @@ def evidence_and_validation(model: nn.Module, train: Batches, test: tuple[Tensor
 def draws_of_networks(model: nn.Module, train: Batches, test: tuple[Tensor, Tensor]) -> None:
     print("all weights, prior by evidence")
     la = Laplace(model, "classification", "all").fit(train)
-    la.tune()
+    la.tune(method="evidence")
     for kind in ("glm", "nn"):
         p = la(test[0], pred_type=kind, n_samples=50, generator=torch.Generator().manual_seed(0))
         print(f"  {kind}:", scores(p, test[1]))
@@ -139,7 +139,7 @@ def noise() -> None:
     la = Laplace(model, "regression").fit([(x, y)])
     tune: dict[str, Callable[[], object]] = {
         "default": tuple,
-        "tuned": lambda: la.tune("prior_precision", "sigma_noise"),
+        "tuned": lambda: la.tune("prior_precision", "sigma_noise", method="evidence"),
     }
     for name, do in tune.items():
         do()
@@ -179,7 +179,7 @@ def shifts() -> None:
         model = trained(network, cut(x, y), 40, lr=1e-2, weight_decay=1 / 3000)
         for weights in ("last_layer", "all"):
             la = Laplace(model, "classification", weights).fit(cut(x, y))
-            la.tune()
+            la.tune(method="evidence")
             generator = torch.Generator().manual_seed(0)
             mc = la.predict(new, link_approx="mc", n_samples=1000, generator=generator)
             share = (mc.outputs.covariance.mean((1, 2)) / mc.outputs.variance.mean(1)).mean()

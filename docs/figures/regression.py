@@ -45,7 +45,7 @@ def fitted(seed: int, epochs: int = 3000) -> tuple[Tensor, Tensor, Laplace]:
         optimizer.step()
         schedule.step()
     la = Laplace(model, "regression", "all", "full").fit([(x, y)])
-    la.tune("prior_precision", "sigma_noise")
+    la.tune("prior_precision", "sigma_noise", method="evidence")
     return x, y, la
 
 
