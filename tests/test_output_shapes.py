@@ -484,7 +484,7 @@ def test_a_wide_output_factor_is_kept_as_its_diagonal(monkeypatch):
     monkeypatch.setattr("laplace.structures.kron.WIDE", 2)
     model, x, y, _ = made("tags", "classification")
     for subset in ("last_layer", "all"):
-        with pytest.warns(LaplaceWarning, match=r"head.weight \(3 outputs\).*diagonal"):
+        with pytest.warns(LaplaceWarning, match=r"diagonal of the output factor.*head.weight \(3 outputs\)"):
             la = fitted(model, "classification", [(x, y)], subset, "kron", -1)
         assert "kron diagonal 3 x 4" in repr(la.coverage())
     _, _, b = oracle.at_positions(model, names_of(model, "last_layer"), list(zip(x, y, strict=True)), "classification")

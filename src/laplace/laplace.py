@@ -360,7 +360,7 @@ class Laplace:
             UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
         """
-        if isinstance(override, Tensor):
+        if isinstance(train_loader, Tensor) and isinstance(override, Tensor):
             raise InputError("la.fit(x, y) takes batches, not inputs and labels. Write la.fit([(x, y)]).")
         before = None if flag(override, "override") else self._fit
         journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)

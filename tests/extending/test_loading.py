@@ -104,5 +104,5 @@ def test_a_state_without_forms_is_still_checked(model):
     la = Laplace(model, "classification", "all", Mine()).fit([(X, Y)])
     state = la.state_dict()
     for key, value in {"sums/0.bias/mine": torch.ones(4).double(), "sums/nobody/mine": torch.ones(5).double()}.items():
-        with pytest.raises(Exception, match="the state is damaged"):
+        with pytest.raises(Exception, match=r"the state is damaged|one number per weight"):
             Laplace(model, "classification", "all", Mine()).load_state_dict({**state, key: value})

@@ -131,12 +131,9 @@ def test_targets_in_other_units_are_noticed():
 
 def test_training_data_is_noticed(la):
     loader = [(X[:80], CLASSES[:80])]
-    la.training_data = loader
-    try:
-        warned(la, loader, "val_loader is the loader that la was fitted on")
-        warned(la, [(X[:80], CLASSES[:80])], "val_loader holds the tensors that la was fitted on")
-    finally:
-        del la.training_data
+    la.fit(loader)
+    warned(la, loader, "val_loader is the loader that la was fitted on")
+    warned(la, [(X[:80], CLASSES[:80])], "val_loader holds the tensors that la was fitted on")
 
 
 def test_what_loaders_have_in_common():

@@ -40,7 +40,6 @@ class Multilabel(Likelihood):
     has_logits = True
     ignored = IGNORED
     links = BINARY_LINKS
-    trusted_link = "quadrature"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = shaped_like_outputs(f, y, self.name)

@@ -8,7 +8,7 @@ the f_k are independent too, with variances u_k, then
 because the largest of all has the density (sum_j h_j) prod_j F_j, and is that of class k with probability h_k / sum h.
 One integral over y gives all classes, at a cost in proportion to their number.
 
-Softmax does not see a shift that all outputs have in common. So S is only known by its contrasts, P S P with
+Softmax does not see a shift that all outputs have in common. So of S only contrasts are used, P S P with
 P = I - 1 1^T / C, and u is chosen such that diag(u) has their variances: diag(P diag(u) P) = diag(P S P). The integral
 is exact if S is diagonal but for a common shift, and for two classes with any S; what it leaves out are other
 correlations between outputs.
@@ -41,7 +41,8 @@ _NODES: Final = ((0.0, 8 / 15), (1.355626179974266, 0.2220759220056126), (2.8569
 _NARROW, _WIDE = 0.1, 0.3  # below the first u the nodes are used alone, above the second the mixture
 _GUMBEL_MEAN, _GUMBEL_VARIANCE = 0.5772156649, math.pi**2 / 6
 _POINTS = 20  # at which the integral over y is evaluated
-_SEARCHED = 7  # points per round of the search for where the integrand is
+_SEARCHED = (1 / 1024, 1 / 256, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the integrand is looked for first
+_FLANK = 0.12  # the first distance between points, as a share of the integrand's left flank
 _LEFT, _RIGHT = 9.0, 5e-5  # -log of the distribution function of the largest, where the integral starts and ends
 _CHUNK = 2**17  # numbers at a time: few enough to stay in a processor's cache
 
@@ -58,12 +59,18 @@ def one_vs_rest(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N,
 
 
 def _integrated(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, C)
+    """Integrate by the trapezoidal rule in t, with y = low + first (e^(k t) - 1) / k.
+
+    Of classes with very different variances, a narrow one bounds the largest of all from below, and wide ones reach
+    far above it: the integrand is widest on its right.
+    """
     with torch.no_grad():
-        low, high = _ends(f, u)
-        y = low + (high - low) * torch.linspace(0, 1, _POINTS, dtype=f.dtype, device=f.device)  # (n, Y)
+        low, first, growth = _spacing(f, u)
+        t = torch.arange(_POINTS, dtype=f.dtype, device=f.device)
+        y = low + first * torch.expm1(growth * t) / growth  # (n, Y)
     log_h, log_below = _log_hazard(f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1))  # (n, Y, C)
     total = log_h.logsumexp(-1)
-    weights = (log_below.sum(-1) + total).softmax(-1)  # of the trapezoidal rule, whose ends are negligible
+    weights = (log_below.sum(-1) + total + growth * t).softmax(-1)  # both ends are negligible
     return torch.einsum("ny,nyc->nc", weights, (log_h - total.unsqueeze(-1)).exp())
 
 
@@ -84,8 +91,8 @@ def _by_mixture(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     for weight, mean, variance in zip(_WEIGHTS, _MEANS, _VARIANCES, strict=True):
         scale = (2 * (u + variance)).rsqrt()
         z = (a - mean) * scale
-        below = below + weight / 2 * torch.erfc(z)
-        density = density + weight / math.sqrt(math.pi) * scale * (-z.square()).exp()
+        below.add_(torch.erfc(z), alpha=weight / 2)
+        density.addcmul_(z.square().neg_().exp_(), weight / math.sqrt(math.pi) * scale)
     log_below = _log(below)
     # Jensen's bound, e^(a + u/2) exp(-e^(a + 3u/2)): sharp far below y, where the mixture's tail falls too fast
     bound = a + u / 2 - (a + 1.5 * u).clamp(max=50).exp()
@@ -94,39 +101,57 @@ def _by_mixture(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_nodes(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     density, below = torch.zeros_like(a), torch.zeros_like(a)
-    spread = u.clamp(min=torch.finfo(u.dtype).tiny).sqrt()  # whose derivative is finite at u = 0
+    spread = u.clamp(torch.finfo(u.dtype).tiny, _WIDE).sqrt()  # whose derivative is finite at u = 0
+    a = a.clamp(max=50)  # where both are 0, and finite in float32
     shift = a.clamp(max=0)  # so that the density far below y does not underflow
     for node, weight in _NODES:
         for x in {node: None, -node: None}:  # once for the node at 0
             rate = (a + spread * x).exp()
             each = weight * (-rate).exp()
-            below = below + each
-            density = density + each * (a - shift + spread * x).exp()
+            below.add_(each)
+            density.addcmul_(each, (a - shift + spread * x).exp_())
     log_below = _log(below)
     return _log(density) + shift - log_below, log_below
 
 
-def _ends(f: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:  # (n, C), (n, C) -> (n, 1), (n, 1)
-    """Return between which y the largest of all lies, with one normal in place of the Gumbel variate."""
+def _spacing(f: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), (n, C) -> (n, 1) each
+    """Return the first y, the distance of the second from it, and k, the logarithm by which distances grow."""
     mean, spread, c = f + _GUMBEL_MEAN, (u + _GUMBEL_VARIANCE).sqrt(), f.shape[1]
-    low = (mean - math.sqrt(2 * _LEFT) * spread).amax(1, keepdim=True)
+    levels = torch.tensor([_LEFT, 1.0, _RIGHT], dtype=f.dtype, device=f.device).log()
+    low = (mean - math.sqrt(2 * _LEFT) * spread).amax(1, keepdim=True).expand(-1, 3)
     high = (mean + math.sqrt(2 * math.log(c / _RIGHT)) * spread).amax(1, keepdim=True)
-    steps = torch.linspace(0, 1, _SEARCHED, dtype=f.dtype, device=f.device)
-    scale = spread.unsqueeze(1) * math.sqrt(2)
-    for _ in range(2):
-        y = low + (high - low) * steps
-        above = torch.erfc((y.unsqueeze(2) - mean.unsqueeze(1)) / scale) / 2
-        depth = -torch.log1p(-above.clamp(max=1 - 1e-6)).sum(-1)  # -log F, falling in y
-        depth = depth.clamp(min=torch.finfo(f.dtype).tiny).log()
-        low, high = _crossing(y, depth, math.log(_LEFT)), _crossing(y, depth, math.log(_RIGHT))
-    return low, high
+    high = torch.maximum(high, (f + u / 2).amax(1, keepdim=True) + math.log(c / _RIGHT)).expand(-1, 3)
+    for shares in (_SEARCHED, (0.25, 0.5, 0.75), (0.25, 0.5, 0.75)):
+        steps = torch.tensor(shares, dtype=f.dtype, device=f.device)
+        y = low.unsqueeze(2) + (high - low).unsqueeze(2) * steps  # (n, 3, points)
+        found = _log_depth(y[:, :1] if shares is _SEARCHED else y, f, u, spread).expand_as(y)
+        after = (found > levels.unsqueeze(1)).sum(2, keepdim=True)
+        edges = torch.cat([low.unsqueeze(2), y, high.unsqueeze(2)], 2)
+        low, high = edges.gather(2, after).squeeze(2), edges.gather(2, after + 1).squeeze(2)
+    ends = _log_depth(torch.stack([low, high], 2), f, u, spread)
+    share = ((ends[..., 0] - levels) / (ends[..., 0] - ends[..., 1])).nan_to_num(0.5).clamp(0, 1)
+    start, middle, stop = (low + (high - low) * share).split(1, 1)
+    equal = (stop - start) / (_POINTS - 1)
+    first = torch.minimum(_FLANK * (middle - start), equal).clamp(min=1e-6)
+    return start, first, _growth(equal / first) / (_POINTS - 1)
 
 
-def _crossing(y: Tensor, values: Tensor, level: float) -> Tensor:  # (n, k), (n, k) -> (n, 1)
-    """Return where falling values cross a level, interpolated between their points y."""
-    after = (values > level).sum(1, keepdim=True).clamp(1, y.shape[1] - 1)
-    (y0, v0), (y1, v1) = ((y.gather(1, i), values.gather(1, i)) for i in (after - 1, after))
-    return y0 + (y1 - y0) * ((v0 - level) / (v0 - v1)).nan_to_num(0.0).clamp(0, 1)
+def _log_depth(y: Tensor, f: Tensor, u: Tensor, spread: Tensor) -> Tensor:  # (n, k, points) -> (n, k, points)
+    """Return log(-log prod F), roughly: by one normal in place of the Gumbel variate, or by its exponential tail."""
+    below = f[:, None, None] - y.unsqueeze(-1)  # a, (n, k, points, C)
+    above = torch.erfc(-(below + _GUMBEL_MEAN) / (spread * math.sqrt(2))[:, None, None]) / 2
+    tail = torch.where(below + 1.5 * u[:, None, None] < 0, below + u[:, None, None] / 2, -math.inf).exp()
+    depth = torch.maximum(-torch.log1p(-above.clamp(max=1 - 1e-6)), tail).sum(-1)
+    return depth.clamp(min=torch.finfo(f.dtype).tiny).log()
+
+
+def _growth(ratio: Tensor) -> Tensor:
+    """Return x > 0 with (e^x - 1) / x = ratio, by Newton's steps on its logarithm; 1e-3 for a ratio of 1."""
+    x = (2 * (ratio - 1)).clamp(min=1e-3).minimum(2 * ratio.log() + 1)
+    for _ in range(6):
+        value = torch.log(torch.expm1(x) / x) - ratio.log()
+        x = (x - value / (1 / -torch.expm1(-x) - 1 / x)).clamp(min=1e-3)
+    return x
 
 
 def _log(x: Tensor) -> Tensor:
