@@ -653,3 +653,24 @@ def rescaled_losses(
         return -logits.log_softmax(-1).gather(1, y[:, None]).squeeze(1)
     noisy = s + scale**2 * torch.eye(f.shape[1], dtype=f.dtype)
     return -torch.distributions.MultivariateNormal(f, covariance_matrix=noisy).log_prob(y)
+
+
+def softmax_of_independent(f: Tensor, u: Tensor, width: float = 8.0, step: float = 0.2) -> Tensor:  # (C,), (C,)
+    """E[softmax(f)] of independent f_c ~ N(f_c, u_c), by brute force.
+
+    Softmax is the law of the largest of f_c + g_c with Gumbel variates g, so that p_k is the integral over y of
+    E[e^(x - e^x)] at x = f_k - y, times the product over the others of E[exp(-e^x)] at x = f_j - y.
+    """
+    roots = u.sqrt()
+    low, high = float((f - width * roots).max()) - 5, float((f + width * roots).max()) + 30
+    y = torch.linspace(low, high, 1 + int((high - low) / step), dtype=f.dtype)
+    below, density = [], []
+    for mean, root in zip(f, roots, strict=True):
+        eps = torch.linspace(-width, width, 81 + int(2 * width * float(root) / step), dtype=f.dtype)
+        weights = (-eps.square() / 2).softmax(0)
+        x = mean + root * eps - y.unsqueeze(1)
+        below.append((-x.exp()).exp() @ weights)
+        density.append((x - x.exp()).exp() @ weights)
+    below, density = torch.stack(below), torch.stack(density)
+    logs = below.clamp(min=1e-300).log()
+    return ((logs.sum(0) - logs).exp() * density).sum(1) * (y[1] - y[0])

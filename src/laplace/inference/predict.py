@@ -54,8 +54,8 @@ def call(
         pred_type: 'glm' linearises the network at its weights. 'nn' averages the network itself over `n_samples` draws
             of the weights.
         joint: Whether to return one covariance over all inputs. Regression only.
-        link_approx: One of `la.likelihood.links`, the first of them if left out. For classes: 'probit', 'mc', 'bridge',
-            'bridge_norm' or 'delta'. Or a `Link` of your own.
+        link_approx: One of `la.likelihood.links`, the first of them if left out. For classes: 'probit', 'one_vs_rest',
+            'mc', 'bridge', 'bridge_norm' or 'delta'. Or a `Link` of your own.
         n_samples: How many draws, for link 'mc' and for 'nn'.
         diagonal_output: Whether to return variances instead of covariances between outputs.
         generator: The random generator. torch's global one if left out.

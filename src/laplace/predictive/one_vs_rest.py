@@ -17,10 +17,8 @@ F_k is a normal distribution function averaged over a Gumbel variate. The Gumbel
 normals; for small u, the Gumbel distribution function itself is averaged over five nodes of f instead. The result has
 an error of up to 5e-4 in p, tends to softmax(m) as u tends to 0, and sums to 1.
 
-Measured against 131,072 quasi-random draws on posteriors of last layers with prior precisions from 100 to 1e-4, the
-mean KL divergence of the draws from this is below 1e-5 for 2 and 3 classes, at most .003 for 10, and at most .0004 for
-150; 'probit' has up to 1.5. On covariances of rank C / 3 with standard deviations of 3 it is .005 for 3 classes, .027
-for 10 and .004 for 150.
+Measured against quasi-random draws on posteriors of last layers with prior precisions of 1 and 1e-3, the mean KL
+divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for 10.
 """
 
 from __future__ import annotations
@@ -48,12 +46,16 @@ _CHUNK = 2**17  # numbers at a time: few enough to stay in a processor's cache
 
 
 def one_vs_rest(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
-    """Return E[softmax(f)], given the variances of the contrasts f_c - mean of f.
+    """Return E[softmax(f)], given the variances of the contrasts f_c - mean of f."""
+    return softmax_of_independent(f, as_if_independent(variance))
+
+
+def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
+    """Return E[softmax(f)] for independent f_c with means `f` and variances u.
 
     Costs about 20 * 12 exponentials and error functions per output, and no memory beyond a chunk of inputs.
     """
     step = max(1, _CHUNK // (_POINTS * f.shape[1]))
-    u = as_if_independent(variance)
     parts = zip((f - f.amax(-1, keepdim=True)).split(step), u.split(step), strict=True)
     return torch.cat([_integrated(*part) for part in parts])
 
