@@ -128,13 +128,14 @@ class _Tally:
             ratio = (observed - distribution.mean).square() / distribution.variance
             self._count("squares", ratio.flatten(1).mean(1), targets)
             return
-        self._count("own", -likelihood.log_prob(forward.outputs, y), targets)
+        f = forward.outputs / self.how.softmax_temperature  # what the network alone would predict by
+        self._count("own", -likelihood.log_prob(f, y), targets)
         if p is None or not isinstance(likelihood.distribution(outputs, p, sigma), (Categorical, Bernoulli)):
             return
         confidence, correct = _confidence(p, observed)
         self._count("confidence", confidence, targets)
         self._count("accuracy", correct, targets)
-        self._count("own_confidence", _confidence(likelihood.inverse_link(forward.outputs), observed)[0], targets)
+        self._count("own_confidence", _confidence(likelihood.inverse_link(f), observed)[0], targets)
 
     def _count(self, what: str, values: Tensor, targets: Targets) -> None:
         self.sums[what] = self.sums.get(what, 0.0) + float(targets.total(values.double()))
