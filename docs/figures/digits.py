@@ -110,7 +110,7 @@ def run(seed: int) -> dict[str, list[float]]:
     rows = {"network": scores(alone(model)), "network, scaled": scores(scaled(model, x[val], labels[val]))}
     for weights in ("last_layer", "all"):
         la = Laplace(model, "classification", weights).fit(train_loader)
-        la.tune()
+        la.tune(method="evidence")
         rows[f"{weights}, evidence"] = scores(posterior(la))
         la.tune("prior_precision", "temperature", method="validation", val_loader=val_loader, link_approx="mc")
         rows[f"{weights}, validation"] = scores(posterior(la))
