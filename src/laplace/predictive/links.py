@@ -159,7 +159,7 @@ def _normalised(weights: Tensor) -> Tensor:
 CATEGORICAL_LINKS: Final[dict[str, Link]] = {
     "probit": Link.of_variances(probit),
     "one_vs_rest": Link.of_contrasts(one_vs_rest),
-    "mc": Link(MonteCarlo(softmax), Covariances),
+    "mc": Link(MonteCarlo(softmax), partial(Contrasts, covariances=True)),
     "bridge": Link.of_contrasts(bridge),
     "bridge_norm": Link.of_contrasts(bridge_norm),
     "delta": Link(_delta, Products, may_leave_simplex=True),
