@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace.linalg.sampling import Draws
 from laplace.predictive.one_vs_rest import one_vs_rest
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.queries import Contrasts, Covariances, Products, Query, Variances
+from laplace.predictive.queries import Contrasts, Products, Query, Variances
 
 
 @dataclass(frozen=True)
