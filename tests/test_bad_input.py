@@ -258,7 +258,7 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
         (lambda la: la((X, X)), "2 inputs, the first a tensor"),
         (lambda la: la(X, link="mc"), "no option 'link'"),
         (lambda la: la(X, X), "pred_type=tensor"),
-        (lambda la: la.fit(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
+        (lambda la: la.calibrate(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
         (lambda la: la.fit(None), "the loader is a NoneType"),
         (lambda la: la.fit(cut(X, Y, 2), generator=0), "generator is a int"),
         (lambda la: setattr(la, "temperature", -1.0), "temperature must be positive"),

@@ -47,7 +47,8 @@ class Net(nn.Module):
 def fitted(loss: str, likelihood: Any, kind: str) -> None:
     torch.manual_seed(0)
     batch = {"input_ids": torch.randint(7, (N, 5)), "labels": KINDS[kind]}
-    Laplace(Net(loss), likelihood, hessian_structure="diag").fit([{k: v[i : i + 6] for k, v in batch.items()} for i in (0, 6)])
+    parts = [{key: value[i : i + 6] for key, value in batch.items()} for i in (0, 6)]
+    Laplace(Net(loss), likelihood, hessian_structure="diag").fit(parts)
 
 
 AGREE = [

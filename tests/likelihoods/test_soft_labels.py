@@ -57,9 +57,8 @@ def test_one_hot_floats_are_the_class_indices(smoothing):
     model, x, _ = made("probabilities")
     index = torch.arange(9) % C
     likelihood = Categorical(label_smoothing=smoothing, class_weights=[1.0, 2.0, 0.5])
-    soft, hard = (
-        Laplace(model, likelihood, hessian_structure="full").fit(parts(x, y)) for y in (one_hot(index, C).to(F64), index)
-    )
+    kinds = one_hot(index, C).to(F64), index
+    soft, hard = (Laplace(model, likelihood, hessian_structure="full").fit(parts(x, y)) for y in kinds)
     assert_close(soft.log_marginal_likelihood(), hard.log_marginal_likelihood())
     scores = [
         la.tune(method="validation", val_loader=parts(x, y), grid_size=3).score
