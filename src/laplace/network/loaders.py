@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -30,7 +31,7 @@ def loader_of(
     options = {"collate_fn": collate_fn, "batch_size": batch_size}
     if _is_dataset(data, collate_fn is not None):
         size = BATCH_SIZE if batch_size is None else whole_number(batch_size, "batch_size")
-        return DataLoader(data, batch_size=size, collate_fn=collate_fn)
+        return DataLoader(data, size, collate_fn=collate_fn, generator=torch.Generator())
     if given := [name for name, value in options.items() if value is not None]:
         raise OptionError(
             f"{given[0]}= is for a dataset of single examples; a {type(data).__name__} makes its batches itself. Leave "
@@ -50,7 +51,8 @@ def in_order(loader: Iterable[Any]) -> Iterable[Any]:
         return loader
     sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None), BATCH_SIZE
     size = next(size for size in sizes if isinstance(size, int))
-    return DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, num_workers=loader.num_workers)
+    own = {"num_workers": loader.num_workers, "generator": torch.Generator()}  # a loader draws a seed when it is read
+    return DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, **own)
 
 
 def _training_data_of(trainer: Any) -> Iterable[Any]:
