@@ -24,6 +24,7 @@ ROOMS = (
     "curvature",
     "errors",
     "evaluation",
+    "integrations.huggingface",
     "layers",
     "likelihoods",
     "priors",

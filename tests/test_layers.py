@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("laplace",),
     ("online", "preview", "comparison", "layers", "testing"),
     ("compat",),
+    ("integrations",),
     ("utils",),
     ("__init__",),
     ("demo",),
