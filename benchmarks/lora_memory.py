@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 
-STEPS = ("imports", "forward", "training step", "fit diag", "fit kron", "predict kron")
+STEPS = ("imports", "forward", "training step", "fit diag", "fit lowrank", "fit kron", "predict kron")
 LENGTH, BATCH, EXAMPLES = 32, 8, 32
 
 

@@ -52,7 +52,7 @@ def sentences(data: Path, tokenizer: Any, each: int) -> dict[str, Examples]:
         splits = json.load(file)
     names = splits["label_names"]
     numbers = {names.index(intent): i for i, intent in enumerate(INTENTS)} | {-1: 0}
-    most = {"train": each, "val": each // 2, "test": each, "oos_test": 15 * each}  # of one label
+    most = {"train": each, "val": each // 2, "test": each // 2, "oos_test": 10 * each}  # of one label
     found: dict[str, Examples] = {}
     for split, count in most.items():
         found[split], seen = [], dict.fromkeys(numbers, 0)
@@ -112,7 +112,8 @@ def main(data: Path, model_folder: Path | None = None, quick: bool = False) -> d
     collator = DataCollatorWithPadding(tokenizer)
     loaders = {name: DataLoader(rows, batch_size=25, collate_fn=collator) for name, rows in splits.items()}
     base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(INTENTS))
-    adapters = LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value"])
+    top = {"target_modules": ["query", "value"], "layers_to_transform": [base.config.num_hidden_layers - 1]}
+    adapters = LoraConfig(task_type="SEQ_CLS", r=8, **top)
     model = get_peft_model(base, adapters)  # trains the adapters and the head
     start = time.process_time()
     train(model, DataLoader(splits["train"], batch_size=25, shuffle=True, collate_fn=collator), 1 if quick else 12)

@@ -342,8 +342,8 @@ def test_a_pipeline_gives_the_scores_of_the_predictive(kind, tokenizer):
     for text, answer, with_doubt in zip(texts, plain(texts), unsure(texts), strict=True):
         tokens = tokenizer(text, return_tensors="pt")
         tokens.pop("token_type_ids", None)
-        p = la(**tokens)[0]
-        doubt = la.predict(**tokens, generator=torch.Generator().manual_seed(0)).epistemic[0]
+        expected = la.predict(**tokens, generator=torch.Generator().manual_seed(0))
+        p, doubt = expected.mean[0], expected.epistemic[0]
         for i in range(C):
             (own,) = (each for each in answer if each["label"] == f"LABEL_{i}")
             assert own["score"] == pytest.approx(float(p[i]), rel=1e-4)
