@@ -22,8 +22,10 @@ from laplace.utils import SubnetMask
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "api").glob("*.md"))
 ROOMS = (
     "curvature",
+    "decisions",
     "errors",
     "evaluation",
+    "integrations.botorch",
     "layers",
     "likelihoods",
     "priors",

@@ -264,6 +264,5 @@ def test_fewer_labels_than_random_on_digits():
         return float((model(x[test]).argmax(1) == y[test]).double().mean())
 
     means = {m: sum(accuracy(m, seed) for seed in range(3)) / 3 for m in ("bald", "margin", "random")}
-    print(means)
     assert means["bald"] > means["random"]
     assert means["margin"] > means["random"]
