@@ -1,1 +1,1 @@
-"""Other libraries. Each module needs the package that it is for, and is imported only by those who use it."""
+"""Interfaces to other libraries. A module here imports its library, and names the extra if that is missing."""
