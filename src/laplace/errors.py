@@ -43,8 +43,8 @@ class CheckpointError(InputError):
     """A file is damaged, not ours, or belongs to another network, other data or other options."""
 
 
-class NotFittedError(LaplaceError, RuntimeError):
-    """A posterior is asked for something before it has seen data."""
+class NotFittedError(LaplaceError, RuntimeError, AttributeError):
+    """A posterior is asked for something before it has seen data: hasattr(la, 'mean') is False until then."""
 
 
 class UnsupportedError(LaplaceError, NotImplementedError):

@@ -276,14 +276,22 @@ def estimator_named(
     return made()
 
 
+def name_of_backend(backend: Any) -> str | None:
+    """Return the name of a backend that is given by name, as a class, or as an object of that class."""
+    if backend is None or isinstance(backend, str):
+        return backend
+    return getattr(backend, "__name__", type(backend).__name__)
+
+
 def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> Any:
     """Return the curvature for a backend class of laplace-torch, or `name` if no backend is given."""
     if backend is None:
         if backend_kwargs is not None and (not isinstance(backend_kwargs, Mapping) or backend_kwargs):
             raise OptionError("backend_kwargs= goes with backend=. Write curvature= and curvature_samples= instead.")
         return name
-    label = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
-    meant = next((kind for end, kind in _BACKENDS.items() if label.endswith(end)), None)
+    label = name_of_backend(backend)
+    assert label is not None
+    meant = next((kind for part, kind in _BACKENDS.items() if part in label), None)
     if meant == "ggn" and isinstance(backend_kwargs, Mapping) and backend_kwargs.get("stochastic"):
         meant = "mc"
     if meant is None or (name is not None and str(name) != meant):
