@@ -36,7 +36,7 @@ from laplace.network.replica import require_values
 from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
-from laplace.spec import STRUCTURE_OPTIONS, Spec, name_of_backend, refuse_unknown_keywords
+from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend, refuse_unknown_keywords
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
 from laplace.tuning import calls as tuning
@@ -127,7 +127,6 @@ class Laplace:
         UnsupportedError: options do not go together; the message says what does.
     """
 
-    @refuse_unknown_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -192,6 +191,9 @@ class Laplace:
         self.runner = Runner(model, spec, flag(enable_backprop, "enable_backprop"))
         made = prior_of(prior, prior_precision, prior_mean, spec.structure.described)
         self.values = Values.of(self.runner, made, sigma_noise, temperature, softmax_temperature)
+
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
 
     # ---- what was asked for ---------------------------------------------------------------------------------------
 

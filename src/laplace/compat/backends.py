@@ -173,8 +173,8 @@ class CurvatureInterface:
             y: the labels.
             **kwargs: `mc_samples` of a stochastic GGN.
         """
-        la = self._fitted(x, y, "full", kwargs)
-        return self._loss(la), la.H.to(self._dtype)
+        la, order = self._fitted(x, y, "full", kwargs), self._order()
+        return self._loss(la), (la.H if order is None else la.H[order][:, order]).to(self._dtype)
 
     def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the loss, and the diagonal of the curvature (P,) of a batch at unit noise.
@@ -184,8 +184,8 @@ class CurvatureInterface:
             y: the labels.
             **kwargs: `mc_samples` of a stochastic GGN.
         """
-        la = self._fitted(x, y, "diag", kwargs)
-        return self._loss(la), la.H.to(self._dtype)
+        la, order = self._fitted(x, y, "diag", kwargs), self._order()
+        return self._loss(la), (la.H if order is None else la.H[order]).to(self._dtype)
 
     def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Kron]:
         """Return the loss, and the Kronecker factors of a batch at unit noise.
@@ -197,7 +197,7 @@ class CurvatureInterface:
             x: the inputs.
             y: the labels.
             N: number of examples of all data.
-            **kwargs: `mc_samples` of a stochastic GGN.
+            **kwargs: `mc_samples` of a stochastic GGN; `kfac_approx`, 'expand' or 'reduce'.
         """
         la = self._fitted(x, y, "kron", kwargs)
         factors = factors_of(la.posterior.fit)
@@ -238,7 +238,7 @@ class CurvatureInterface:
         if self.last_layer:
             which = {"subset_of_weights": "last_layer", "last_layer_name": self._extractor().last_layer_name}
         elif self.subnetwork_indices is not None:
-            which = {"subset_of_weights": "subnetwork", "subnetwork_indices": self.subnetwork_indices}
+            which = {"subset_of_weights": "subnetwork", "subnetwork_indices": self.subnetwork_indices.sort().values}
         la = Laplace(
             self._network(inner=True),
             self.likelihood,
@@ -249,12 +249,17 @@ class CurvatureInterface:
         )
         return la.fit([batch])
 
+    def _order(self) -> Tensor | None:
+        """Return where each weight of the subnetwork is, in the order of the indices that were given."""
+        return None if self.subnetwork_indices is None else self.subnetwork_indices.argsort().argsort()
+
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         if self.kind is None:
             raise UnsupportedError(f"{type(self).__name__} names no curvature. Take CurvlinopsGGN, or CurvlinopsEF.")
         if self.kind == "ggn" and self.stochastic:
-            return {"curvature": "mc", "curvature_samples": options.get("mc_samples", self.num_samples)}
-        return {"curvature": self.kind}
+            samples = options.get("mc_samples", self.num_samples)
+            return {"curvature": "mc", "curvature_samples": samples} | _sharing(options)
+        return {"curvature": self.kind} | _sharing(options)
 
     def _loss(self, la: Any) -> Tensor:
         return torch.tensor(la.loss, dtype=self._dtype, device=la.mean.device)
@@ -363,6 +368,11 @@ class BackPackGGN(BackPackInterface, GGNInterface):
 
 class BackPackEF(BackPackInterface, EFInterface):
     """Stands for curvature 'ef'."""
+
+
+def _sharing(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option for weights that are used at many positions, under its name here."""
+    return {"weight_sharing": options["kfac_approx"]} if "kfac_approx" in options else {}
 
 
 _OF_CURVATURE = {"ggn": CurvlinopsGGN, "mc": CurvlinopsGGN, "ef": CurvlinopsEF, "hessian": CurvlinopsHessian}

@@ -19,6 +19,7 @@ from laplace.compat.kept_factors import factors_of, precision_of
 from laplace.compat.matrix import Kron, KronDecomposed
 from laplace.errors import OptionError
 from laplace.laplace import Laplace
+from laplace.spec import refuse_unknown_keywords
 
 __all__ = [
     "ELLA",
@@ -43,6 +44,8 @@ __all__ = [
 _VALUES = ("sigma_noise", "prior_precision", "prior_mean", "temperature")
 _KEYS = ("dict_key_x", "dict_key_y")
 _FURTHER_NAMES = {"subsample_size": "n_subset", "n_eigenvalues": "rank"}  # of ELLA, and what they are called here
+
+_init = refuse_unknown_keywords(Laplace.__init__)
 
 
 class Combination(type):
@@ -95,7 +98,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
         given |= options
         if given.pop("asdl_fisher_kwargs", None):
             raise OptionError("asdl_fisher_kwargs= is for ASDL, which is not used here. Write curvature= instead.")
-        super().__init__(model, likelihood, *cls.parts, **cls._renamed(given))
+        _init(self, model, likelihood, *cls.parts, **cls._renamed(given))
 
     @classmethod
     def _renamed(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -329,6 +332,14 @@ class BaseFunctionalLaplace(BaseLaplace):
     """Every posterior over functions is one."""
 
     stands_for = _of(functional=True)
+
+    def state_dict(self, with_data: bool = True) -> dict[str, Any]:
+        """Return everything of the posterior; it is made of points of the data, which are in it, as in laplace-torch.
+
+        Args:
+            with_data: False refuses, with what to write instead.
+        """
+        return Laplace.state_dict(self, with_data=with_data)
 
 
 class FunctionalLaplace(BaseFunctionalLaplace):
