@@ -21,6 +21,7 @@ __all__ = [
     "OptionError",
     "ProcessesWarning",
     "StaleWarning",
+    "UnknownNameError",
     "UnsupportedError",
 ]
 
@@ -35,6 +36,12 @@ class OptionError(LaplaceError, ValueError):
     """An option is unknown, or its value is out of range."""
 
 
+class UnknownNameError(OptionError, KeyError):
+    """A module or parameter that an option names is not in the network."""
+
+    __str__ = Exception.__str__  # KeyError's own would quote the message
+
+
 class InputError(LaplaceError, ValueError):
     """Data does not fit: wrong shapes or dtypes, labels out of range, NaN."""
 
@@ -47,7 +54,7 @@ class NotFittedError(LaplaceError, RuntimeError, AttributeError):
     """A posterior is asked for something before it has seen data: hasattr(la, 'mean') is False until then."""
 
 
-class UnsupportedError(LaplaceError, NotImplementedError):
+class UnsupportedError(LaplaceError, NotImplementedError, ValueError):
     """A combination is not supported. The message names one that is."""
 
 

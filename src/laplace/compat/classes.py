@@ -155,10 +155,11 @@ class BaseLaplace(Laplace, metaclass=Combination):
         self.values = replace(self.values, fit=replace(fit, mean=value.detach().clone().to(fit.mean)))
 
     def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
-        """Return a prediction; see `Laplace.__call__`. For classes, each input has its probabilities: no `joint`."""
+        """Return a prediction in the network's dtype; see `Laplace.__call__`. `joint` is for regression, else unused."""
         if not self.likelihood.has_noise:
             options.pop("joint", None)
-        return super().__call__(x, *args, **options)
+        out, dtype = super().__call__(x, *args, **options), attributes.dtype(self)
+        return tuple(part.to(dtype) for part in out) if isinstance(out, tuple) else out.to(dtype)
 
 
 class ParametricLaplace(BaseLaplace):
