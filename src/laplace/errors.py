@@ -15,6 +15,7 @@ __all__ = [
     "LaplaceError",
     "LaplaceWarning",
     "MemoryBudgetError",
+    "MissingKeyError",
     "ModelError",
     "NotFittedError",
     "NumericalError",
@@ -44,6 +45,12 @@ class UnknownNameError(OptionError, KeyError):
 
 class InputError(LaplaceError, ValueError):
     """Data does not fit: wrong shapes or dtypes, labels out of range, NaN."""
+
+
+class MissingKeyError(InputError, KeyError):
+    """A batch that is a mapping lacks a key."""
+
+    __str__ = Exception.__str__
 
 
 class CheckpointError(InputError):
@@ -90,9 +97,12 @@ class StaleWarning(LaplaceWarning):
     """A network's weights have changed since its posterior was fitted."""
 
 
+_NUMBERED = (InputError, MissingKeyError, ModelError, NumericalError)
+
+
 def numbered(error: LaplaceError, where: str) -> LaplaceError:
     """Return the same error with the batch in its message. Subclasses, which callers catch by type, stay unchanged."""
-    return type(error)(f"{where}: {error}") if type(error) in (InputError, ModelError, NumericalError) else error
+    return type(error)(f"{where}: {error}") if type(error) in _NUMBERED else error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ laplace-torch; so these objects give hyperparameters, weights and samples the sh
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from laplace.compat.kept_factors import factors_of, precision_of
 from laplace.compat.matrix import Kron, KronDecomposed
 from laplace.errors import OptionError
 from laplace.laplace import Laplace
+from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.spec import refuse_unknown_keywords
 
 __all__ = [
@@ -56,6 +58,14 @@ class Combination(type):
             return True
         stands_for = vars(cls).get("stands_for")  # a subclass of a user's own stands for nothing else
         return stands_for is not None and isinstance(instance, Laplace) and stands_for(instance)
+
+
+def _require_vectors(given: dict[str, Any]) -> None:
+    """Refuse hyperparameters with more than one dimension."""
+    for name in ("sigma_noise", "prior_precision", "prior_mean"):
+        value = given.get(name)
+        if isinstance(value, Tensor) and value.dim() > 1:
+            raise OptionError(f"{name} has shape {tuple(value.shape)}; give one number or a vector.")
 
 
 def _of(weights: str | None = None, structure: str | None = None, functional: bool | None = None) -> Any:
@@ -99,10 +109,24 @@ class BaseLaplace(Laplace, metaclass=Combination):
         if given.pop("asdl_fisher_kwargs", None):
             raise OptionError("asdl_fisher_kwargs= is for ASDL, which is not used here. Write curvature= instead.")
         _init(self, model, likelihood, *cls.parts, **cls._renamed(given))
+        _require_vectors(given)
+        self._require_lengths(given)
 
     @classmethod
     def _renamed(cls, options: dict[str, Any]) -> dict[str, Any]:
         return options
+
+    def _require_lengths(self, given: dict[str, Any]) -> None:
+        """Refuse hyperparameters that fit no number of weights, already here, where it is known."""
+
+    @property
+    def likelihood(self) -> Likelihood:  # type: ignore[override]
+        """The likelihood; setting it changes how outputs are read, not what was fitted."""
+        return self.runner.spec.likelihood
+
+    @likelihood.setter
+    def likelihood(self, value: Any) -> None:
+        self.runner.spec = replace(self.runner.spec, likelihood=likelihood_named(value))
 
     @classmethod
     def load(cls, *args: Any, **options: Any) -> Any:
@@ -155,7 +179,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
         self.values = replace(self.values, fit=replace(fit, mean=value.detach().clone().to(fit.mean)))
 
     def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
-        """Return a prediction in the network's dtype; see `Laplace.__call__`. `joint` is for regression, else unused."""
+        """Return a prediction in the network's dtype; see `Laplace.__call__`. For classes, `joint` is not used."""
         if not self.likelihood.has_noise:
             options.pop("joint", None)
         out, dtype = super().__call__(x, *args, **options), attributes.dtype(self)
@@ -175,8 +199,36 @@ class ParametricLaplace(BaseLaplace):
             return found if not isinstance(found, Tensor) else found.to(attributes.dtype(self))
         return self._empty_H()
 
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Return the log-density of the posterior at some weights; before `fit`, of the prior.
+
+        Args:
+            value: weights, (P,) or (S, P).
+            normalized: whether to add the constant.
+        """
+        if self.is_fitted:
+            return Laplace.log_prob(self, value, normalized=normalized)
+        delta = self.prior_precision if len(self.prior_precision) in (1, value.shape[-1]) else self._per_weight()
+        out = -0.5 * (delta * (value - self.prior_mean) ** 2).sum(-1)
+        return out + 0.5 * (delta / (2 * math.pi)).log().expand(value.shape[-1]).sum() if normalized else out
+
+    def _per_weight(self) -> Tensor:
+        sizes = torch.tensor([p.numel() for p in attributes.params(self)], device=self.prior_precision.device)
+        return self.prior_precision.repeat_interleave(sizes)
+
     def _empty_H(self) -> Any:
         return None
+
+    def _require_lengths(self, given: dict[str, Any]) -> None:
+        n_params = self.n_params if self.parts is not None and self.parts[0] == "all" else None
+        if n_params is None:
+            return
+        lengths = {1, self.n_layers} | ({n_params} if "diag" in self.structure.takes else set())
+        for name, allowed in (("prior_precision", lengths), ("prior_mean", {1, n_params})):
+            value = given.get(name)
+            if isinstance(value, Tensor) and value.numel() not in allowed:
+                wanted = " or ".join(map(str, sorted(allowed)))
+                raise OptionError(f"{name} has {value.numel()} values; give {wanted}.")
 
     def _init_H(self) -> None:
         """Forget the data."""
