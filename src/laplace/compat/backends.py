@@ -58,7 +58,7 @@ class CurvatureInterface:
         num_samples: how many, for each example.
     """
 
-    kind: ClassVar[str | None] = None
+    _kind: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -254,12 +254,12 @@ class CurvatureInterface:
         return None if self.subnetwork_indices is None else self.subnetwork_indices.argsort().argsort()
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
-        if self.kind is None:
+        if self._kind is None:
             raise UnsupportedError(f"{type(self).__name__} names no curvature. Take CurvlinopsGGN, or CurvlinopsEF.")
-        if self.kind == "ggn" and self.stochastic:
+        if self._kind == "ggn" and self.stochastic:
             samples = options.get("mc_samples", self.num_samples)
             return {"curvature": "mc", "curvature_samples": samples} | _sharing(options)
-        return {"curvature": self.kind} | _sharing(options)
+        return {"curvature": self._kind} | _sharing(options)
 
     def _loss(self, la: Any) -> Tensor:
         return torch.tensor(la.loss, dtype=self._dtype, device=la.mean.device)
@@ -295,13 +295,13 @@ class CurvatureInterface:
 class GGNInterface(CurvatureInterface):
     """Stands for the generalised Gauss-Newton matrix."""
 
-    kind = "ggn"
+    _kind = "ggn"
 
 
 class EFInterface(CurvatureInterface):
     """Stands for the empirical Fisher."""
 
-    kind = "ef"
+    _kind = "ef"
 
 
 class CurvlinopsInterface(CurvatureInterface):
@@ -319,7 +319,7 @@ class CurvlinopsEF(CurvlinopsInterface, EFInterface):
 class CurvlinopsHessian(CurvlinopsInterface):
     """Stands for curvature 'hessian'."""
 
-    kind = "hessian"
+    _kind = "hessian"
 
 
 class AsdlInterface(CurvatureInterface):
@@ -337,7 +337,7 @@ class AsdlEF(AsdlInterface, EFInterface):
 class AsdlHessian(AsdlInterface):
     """Stands for curvature 'hessian'."""
 
-    kind = "hessian"
+    _kind = "hessian"
 
 
 class AsdfghjklInterface(CurvatureInterface):
@@ -355,7 +355,7 @@ class AsdfghjklEF(AsdfghjklInterface, EFInterface):
 class AsdfghjklHessian(AsdfghjklInterface):
     """Stands for curvature 'hessian'."""
 
-    kind = "hessian"
+    _kind = "hessian"
 
 
 class BackPackInterface(CurvatureInterface):

@@ -56,8 +56,8 @@ class Combination(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
             return True
-        stands_for = vars(cls).get("stands_for")  # a subclass of a user's own stands for nothing else
-        return stands_for is not None and isinstance(instance, Laplace) and stands_for(instance)
+        _stands_for = vars(cls).get("_stands_for")  # a subclass of a user's own stands for nothing else
+        return _stands_for is not None and isinstance(instance, Laplace) and _stands_for(instance)
 
 
 def _require_vectors(given: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def _require_vectors(given: dict[str, Any]) -> None:
 def _of(weights: str | None = None, structure: str | None = None, functional: bool | None = None) -> Any:
     """Return a test whether a posterior has these weights and this structure."""
 
-    def stands_for(la: Laplace) -> bool:
+    def _stands_for(la: Laplace) -> bool:
         spec = la.runner.spec
         return (
             weights in (None, spec.weights.label)
@@ -79,7 +79,7 @@ def _of(weights: str | None = None, structure: str | None = None, functional: bo
             and functional in (None, spec.structure.functional)
         )
 
-    return staticmethod(stands_for)
+    return staticmethod(_stands_for)
 
 
 class BaseLaplace(Laplace, metaclass=Combination):
@@ -92,23 +92,23 @@ class BaseLaplace(Laplace, metaclass=Combination):
         **options: the same by name, and all other options of `Laplace`.
     """
 
-    stands_for: ClassVar[Any] = _of()
-    parts: ClassVar[tuple[str, str] | None] = None  # weights and structure, as `Laplace` takes them
-    order: ClassVar[tuple[str, ...]] = (*_VALUES, "enable_backprop", *_KEYS, "backend", "backend_kwargs")
+    _stands_for: ClassVar[Any] = _of()
+    _parts: ClassVar[tuple[str, str] | None] = None  # weights and structure, as `Laplace` takes them
+    _order: ClassVar[tuple[str, ...]] = (*_VALUES, "enable_backprop", *_KEYS, "backend", "backend_kwargs")
 
     def __init__(self, model: nn.Module, likelihood: Any, *args: Any, **options: Any) -> None:
         cls = type(self)
-        if cls.parts is None:
+        if cls._parts is None:
             raise OptionError(f"{cls.__name__} is the name of several classes. Write Laplace(model, likelihood, ...).")
-        if len(args) > len(cls.order):
-            raise OptionError(f"{cls.__name__} takes {len(cls.order)} arguments after likelihood; {len(args)} came.")
-        given = dict(zip(cls.order, args, strict=False))
+        if len(args) > len(cls._order):
+            raise OptionError(f"{cls.__name__} takes {len(cls._order)} arguments after likelihood; {len(args)} came.")
+        given = dict(zip(cls._order, args, strict=False))
         if given.keys() & options.keys():
             raise OptionError(f"{cls.__name__} got {', '.join(given.keys() & options.keys())} twice.")
         given |= options
         if given.pop("asdl_fisher_kwargs", None):
             raise OptionError("asdl_fisher_kwargs= is for ASDL, which is not used here. Write curvature= instead.")
-        _init(self, model, likelihood, *cls.parts, **cls._renamed(given))
+        _init(self, model, likelihood, *cls._parts, **cls._renamed(given))
         _require_vectors(given)
         self._require_lengths(given)
 
@@ -189,7 +189,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
 class ParametricLaplace(BaseLaplace):
     """Every posterior over weights is one."""
 
-    stands_for = _of(functional=False)
+    _stands_for = _of(functional=False)
 
     @property
     def H(self) -> Any:  # type: ignore[override]
@@ -220,7 +220,7 @@ class ParametricLaplace(BaseLaplace):
         return None
 
     def _require_lengths(self, given: dict[str, Any]) -> None:
-        n_params = self.n_params if self.parts is not None and self.parts[0] == "all" else None
+        n_params = self.n_params if self._parts is not None and self._parts[0] == "all" else None
         if n_params is None:
             return
         lengths = {1, self.n_layers} | ({n_params} if "diag" in self.structure.takes else set())
@@ -238,7 +238,7 @@ class ParametricLaplace(BaseLaplace):
 class FullLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'full')."""
 
-    stands_for, parts = _of(structure="full"), ("all", "full")
+    _stands_for, _parts = _of(structure="full"), ("all", "full")
 
     def _empty_H(self) -> Any:
         return torch.zeros(self.n_params, self.n_params, device=attributes.device(self), dtype=attributes.dtype(self))
@@ -247,7 +247,7 @@ class FullLaplace(ParametricLaplace):
 class DiagLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'diag')."""
 
-    stands_for, parts = _of(structure="diag"), ("all", "diag")
+    _stands_for, _parts = _of(structure="diag"), ("all", "diag")
 
     def _empty_H(self) -> Any:
         return torch.zeros(self.n_params, device=attributes.device(self), dtype=attributes.dtype(self))
@@ -256,8 +256,8 @@ class DiagLaplace(ParametricLaplace):
 class KronLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'kron'). Its matrices are a `KronDecomposed`."""
 
-    stands_for, parts = _of(structure="kron"), ("all", "kron")
-    order = (*_VALUES, "enable_backprop", *_KEYS, "backend", "damping", "backend_kwargs")
+    _stands_for, _parts = _of(structure="kron"), ("all", "kron")
+    _order = (*_VALUES, "enable_backprop", *_KEYS, "backend", "damping", "backend_kwargs")
 
     @property
     def H(self) -> Any:  # type: ignore[override]
@@ -277,15 +277,15 @@ class KronLaplace(ParametricLaplace):
 class LowRankLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'lowrank')."""
 
-    stands_for, parts = _of(structure="lowrank"), ("all", "lowrank")
-    order = ("backend", *_VALUES, "enable_backprop", *_KEYS, "backend_kwargs")
+    _stands_for, _parts = _of(structure="lowrank"), ("all", "lowrank")
+    _order = ("backend", *_VALUES, "enable_backprop", *_KEYS, "backend_kwargs")
 
 
 class LLLaplace(ParametricLaplace):
     """Every posterior over the weights of the last layer is one."""
 
-    stands_for = _of(weights="last_layer", functional=False)
-    order = (*_VALUES, "enable_backprop", "feature_reduction", *_KEYS, "backend", "last_layer_name", "backend_kwargs")
+    _stands_for = _of(weights="last_layer", functional=False)
+    _order = (*_VALUES, "enable_backprop", "feature_reduction", *_KEYS, "backend", "last_layer_name", "backend_kwargs")
 
     @property
     def model(self) -> FeatureExtractor:  # type: ignore[override]
@@ -314,20 +314,20 @@ class LLLaplace(ParametricLaplace):
 class FullLLLaplace(LLLaplace, FullLaplace):
     """Laplace(model, likelihood, 'last_layer', 'full')."""
 
-    stands_for, parts = _of("last_layer", "full"), ("last_layer", "full")
+    _stands_for, _parts = _of("last_layer", "full"), ("last_layer", "full")
 
 
 class DiagLLLaplace(LLLaplace, DiagLaplace):
     """Laplace(model, likelihood, 'last_layer', 'diag')."""
 
-    stands_for, parts = _of("last_layer", "diag"), ("last_layer", "diag")
+    _stands_for, _parts = _of("last_layer", "diag"), ("last_layer", "diag")
 
 
 class KronLLLaplace(LLLaplace, KronLaplace):
     """Laplace(model, likelihood, 'last_layer', 'kron')."""
 
-    stands_for, parts = _of("last_layer", "kron"), ("last_layer", "kron")
-    order = (*LLLaplace.order[:-1], "damping", "backend_kwargs")
+    _stands_for, _parts = _of("last_layer", "kron"), ("last_layer", "kron")
+    _order = (*LLLaplace._order[:-1], "damping", "backend_kwargs")
 
     @property
     def H(self) -> Any:  # type: ignore[override]
@@ -343,8 +343,8 @@ class KronLLLaplace(LLLaplace, KronLaplace):
 class SubnetLaplace(ParametricLaplace):
     """Every posterior over a subnetwork is one. `mean` and samples have all weights, as in laplace-torch."""
 
-    stands_for = _of(weights="subnetwork")
-    order = ("subnetwork_indices", *_VALUES, "backend", "backend_kwargs")
+    _stands_for = _of(weights="subnetwork")
+    _order = ("subnetwork_indices", *_VALUES, "backend", "backend_kwargs")
 
     @property
     def n_params(self) -> int:  # type: ignore[override]
@@ -364,7 +364,7 @@ class SubnetLaplace(ParametricLaplace):
 class FullSubnetLaplace(SubnetLaplace, FullLaplace):
     """Laplace(model, likelihood, 'subnetwork', 'full')."""
 
-    stands_for, parts = _of("subnetwork", "full"), ("subnetwork", "full")
+    _stands_for, _parts = _of("subnetwork", "full"), ("subnetwork", "full")
 
     def _empty_H(self) -> Any:
         side = attributes.n_params_subnet(self)
@@ -374,7 +374,7 @@ class FullSubnetLaplace(SubnetLaplace, FullLaplace):
 class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
     """Laplace(model, likelihood, 'subnetwork', 'diag')."""
 
-    stands_for, parts = _of("subnetwork", "diag"), ("subnetwork", "diag")
+    _stands_for, _parts = _of("subnetwork", "diag"), ("subnetwork", "diag")
 
     def _empty_H(self) -> Any:
         side = attributes.n_params_subnet(self)
@@ -384,7 +384,7 @@ class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
 class BaseFunctionalLaplace(BaseLaplace):
     """Every posterior over functions is one."""
 
-    stands_for = _of(functional=True)
+    _stands_for = _of(functional=True)
 
     def state_dict(self, with_data: bool = True) -> dict[str, Any]:
         """Return everything of the posterior; it is made of points of the data, which are in it, as in laplace-torch.
@@ -398,8 +398,8 @@ class BaseFunctionalLaplace(BaseLaplace):
 class FunctionalLaplace(BaseFunctionalLaplace):
     """Laplace(model, likelihood, 'all', 'gp'): a Gaussian process on a subset of the data."""
 
-    stands_for, parts = _of(structure="gp"), ("all", "gp")
-    order = (
+    _stands_for, _parts = _of(structure="gp"), ("all", "gp")
+    _order = (
         "n_subset",
         *_VALUES,
         "enable_backprop",
@@ -414,8 +414,8 @@ class FunctionalLaplace(BaseFunctionalLaplace):
 class FunctionalLLLaplace(FunctionalLaplace):
     """Laplace(model, likelihood, 'last_layer', 'gp')."""
 
-    stands_for, parts = _of("last_layer", "gp"), ("last_layer", "gp")
-    order = (
+    _stands_for, _parts = _of("last_layer", "gp"), ("last_layer", "gp")
+    _order = (
         *("n_subset", *_VALUES, "enable_backprop", "feature_reduction", *_KEYS, "last_layer_name"),
         *("backend", "backend_kwargs", "independent_outputs", "seed"),
     )
@@ -427,8 +427,8 @@ class ELLA(BaseFunctionalLaplace):
     `subsample_size` is `n_subset` here, and `n_eigenvalues` is `rank`.
     """
 
-    stands_for, parts = _of(structure="gp, nystrom"), ("all", "gp")
-    order = (
+    _stands_for, _parts = _of(structure="gp, nystrom"), ("all", "gp")
+    _order = (
         *("subsample_size", "n_eigenvalues", *_VALUES, "enable_backprop", *_KEYS),
         *("backend", "backend_kwargs", "seed"),
     )

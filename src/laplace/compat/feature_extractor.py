@@ -22,6 +22,9 @@ class FeatureExtractor(nn.Module):
         last_layer_name: which module it is; found by running the network if left out.
         enable_backprop: whether gradients flow through the features.
         feature_reduction: where features have further dimensions: 'pick_first', 'pick_last', 'average'.
+
+    Attributes:
+        last_layer: the layer itself; None until it is known.
     """
 
     last_layer: nn.Module | None

@@ -51,8 +51,6 @@ from laplace.compat.swag import (
 )
 from laplace.compat.tensors import (
     SoDSampler,
-    _is_batchnorm,
-    _is_valid_scalar,
     block_diag,
     diagonal_add_scalar,
     expand_prior_precision,
@@ -63,6 +61,8 @@ from laplace.compat.tensors import (
     parameters_per_layer,
     symeig,
 )
+from laplace.compat.tensors import _is_batchnorm as _is_batchnorm
+from laplace.compat.tensors import _is_valid_scalar as _is_valid_scalar
 
 __all__ = [
     "FeatureExtractor",
@@ -86,8 +86,6 @@ __all__ = [
     "SubnetMask",
     "SubsetOfWeights",
     "TuningMethod",
-    "_is_batchnorm",
-    "_is_valid_scalar",
     "batch_size",
     "block_diag",
     "classification_targets",

@@ -6,8 +6,6 @@ from laplace.compat.metrics import (
 )
 from laplace.compat.tensors import (
     SoDSampler,
-    _is_batchnorm,
-    _is_valid_scalar,
     block_diag,
     diagonal_add_scalar,
     expand_prior_precision,
@@ -18,11 +16,11 @@ from laplace.compat.tensors import (
     parameters_per_layer,
     symeig,
 )
+from laplace.compat.tensors import _is_batchnorm as _is_batchnorm
+from laplace.compat.tensors import _is_valid_scalar as _is_valid_scalar
 
 __all__ = [
     "SoDSampler",
-    "_is_batchnorm",
-    "_is_valid_scalar",
     "block_diag",
     "diagonal_add_scalar",
     "expand_prior_precision",
