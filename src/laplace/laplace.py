@@ -37,7 +37,7 @@ from laplace.network.replica import require_values
 from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
-from laplace.spec import STRUCTURE_OPTIONS, Spec, refuse_unknown_keywords
+from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend, refuse_unknown_keywords
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
 from laplace.tuning import calls as tuning
@@ -63,6 +63,9 @@ if TYPE_CHECKING:
 
 else:
     reads = holds = property
+
+
+FURTHER: dict[str, Any] = {}  # descriptors of names for other libraries' scripts; see `laplace.compat`
 
 
 class Laplace:
@@ -125,7 +128,6 @@ class Laplace:
         UnsupportedError: options do not go together; the message says what does.
     """
 
-    @refuse_unknown_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -168,7 +170,7 @@ class Laplace:
         self.functional_approximation, self.memory_budget = functional_approximation, memory_budget
         self.subset_of_weights, self.hessian_structure = subset_of_weights, hessian_structure
         self.last_layer_name, self.feature_reduction = last_layer_name, feature_reduction
-        self.backend, self.backend_kwargs = backend, backend_kwargs
+        self.backend_name, self.backend_kwargs = name_of_backend(backend), backend_kwargs
         spec = Spec.of(
             model,
             likelihood,
@@ -190,6 +192,9 @@ class Laplace:
         self.runner = Runner(model, spec, flag(enable_backprop, "enable_backprop"))
         made = prior_of(prior, prior_precision, prior_mean, spec.structure.described)
         self.values = Values.of(self.runner, made, sigma_noise, temperature, softmax_temperature)
+
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
 
     # ---- what was asked for ---------------------------------------------------------------------------------------
 
@@ -367,6 +372,14 @@ class Laplace:
 
     def __repr__(self) -> str:
         return summary(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up a name that is not here among the further ones; what a property raised is raised again."""
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
+        if name not in FURTHER:
+            raise AttributeError(f"a Laplace object has no attribute {name!r}. See dir(la).")
+        return FURTHER[name].__get__(self, type(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and copies take over: a copy learns about its network by itself."""

@@ -70,16 +70,16 @@ def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
     return state_without_inputs(la) | {INPUTS: [_plain(part.inputs.x) for part in points.parts]}
 
 
-def load_state_dict(la: Holder, state: Mapping[str, Any]) -> None:
+def load_state_dict(la: Holder, state_dict: Mapping[str, Any]) -> None:
     """Take over what `state_dict` gave, on the same network with the same options.
 
     Args:
-        state: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
+        state_dict: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
 
     Raises:
         InputError: a state of other options, or of other parameters.
     """
-    found = restored(la.runner, state, la.values.prior)
+    found = restored(la.runner, state_dict, la.values.prior)
     numbers = found.sigma_noise, found.temperature, found.softmax_temperature
     la.values = replace(Values.of(la.runner, found.prior, *numbers, before=la.values), fit=found.fit)
     la.runner.adopt(found.weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,8 +76,8 @@ def coverage(la: Fitted) -> Coverage:
 
 
 def loss(la: Fitted) -> float:
-    """Return the training loss, summed over the data: half the squared error, or the cross-entropy."""
-    return float(la.posterior.fit.data["loss"])
+    """Return the training loss, summed over the data: half the squared error, or the cross-entropy. Has `item()`."""
+    return np.float64(la.posterior.fit.data["loss"].item())
 
 
 @plainly

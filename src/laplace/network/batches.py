@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from laplace.checks import shown
-from laplace.errors import InputError, LaplaceError, ModelError, OptionError
+from laplace.errors import InputError, LaplaceError, MissingKeyError, ModelError, OptionError
 from laplace.linalg.autocast import as_called
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
@@ -256,7 +256,7 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
     """Split the `index`-th batch of a loader into inputs, labels and what else is given."""
     if isinstance(batch, Mapping):
         if keys.y not in batch:
-            raise InputError(
+            raise MissingKeyError(
                 f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import ModelError, OptionError, warn
+from laplace.errors import ModelError, OptionError, UnknownNameError, warn
 from laplace.network.batches import Inputs
 from laplace.network.replica import replicate, unwrap
 from laplace.weights.layout import Layout
@@ -232,7 +232,7 @@ def _check_named(model: nn.Module, name: str) -> None:
     modules = dict(unwrap(model).named_modules())
     linear = [n for n, m in modules.items() if is_pointwise(m)]
     if name not in modules:
-        raise OptionError(f"the last layer {name!r} is not a module of the network. Its linear layers: {linear}.")
+        raise UnknownNameError(f"the last layer {name!r} is not a module of the network. Its linear layers: {linear}.")
     if not is_pointwise(modules[name]):
         raise OptionError(
             f"the last layer {name!r} is a {type(modules[name]).__name__}; it must be an nn.Linear: {linear}."
