@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("posterior",),
     ("spec",),
     ("inference",),
+    ("serving",),
     ("evaluation",),
     ("tuning",),
     ("checkpoints",),

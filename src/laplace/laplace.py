@@ -36,6 +36,7 @@ from laplace.posterior.posterior import Fit, Posterior
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
 from laplace.priors.gaussian import GaussianPrior, own
+from laplace.serving import module as serving
 from laplace.spec import STRUCTURE_OPTIONS, Spec, refuse_unknown_keywords
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
@@ -471,6 +472,7 @@ class Laplace:
     calibrate = calibrating.calibrate
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
+    module = serving.module
 
     mean = reads(inspection.mean)
     n_params = reads(inspection.n_params)

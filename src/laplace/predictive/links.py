@@ -36,6 +36,11 @@ class Link:
         if isinstance(self.needs, Query):  # Covariances() means Covariances
             object.__setattr__(self, "needs", type(self.needs))
 
+    @property
+    def closed_form(self) -> bool:
+        """Whether `apply` is known to make no draws."""
+        return self.apply is _delta or (isinstance(self.apply, partial) and self.apply.func in _CLOSED)
+
     @classmethod
     def of_variances(cls, mean: Callable[[Tensor, Tensor], Tensor]) -> Link:
         """Make a link from a closed form `mean(f, variance)`."""
@@ -53,6 +58,9 @@ def _closed_form(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGaussi
 
 def _of_contrasts(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGaussian, draws: Draws) -> Tensor:
     return mean(outputs.mean, outputs.contrast_variance)
+
+
+_CLOSED = (_closed_form, _of_contrasts)
 
 
 def softmax(f: Tensor) -> Tensor:
