@@ -66,7 +66,8 @@ class PredictiveModule(nn.Module):
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
         """Return the prediction at a batch of inputs, in the shape of the network's outputs."""
-        phi = logits(self._features(x, further, named))
+        out = self.network(x) if isinstance(x, Tensor) and not further and not named else self._called(x, further, named)
+        phi = out if isinstance(out, Tensor) else logits(out)
         phi = phi if self._dim == -1 else phi.movedim(1, -1)
         if phi.shape[-1] != self._width:
             raise ModelError(
@@ -76,16 +77,18 @@ class PredictiveModule(nn.Module):
                 "return the layer's output."
             )
         layer = self._layer()
-        f = linear(phi, layer.weight.flatten(1), layer.bias)
-        grid, dtype = phi.shape[:-1], torch.promote_types(f.dtype, torch.float32)
-        rows = f.reshape(-1, f.shape[-1]).to(dtype), phi.reshape(-1, self._width).to(dtype)
-        if torch.is_autocast_enabled(phi.device.type):  # which would round the posterior
-            with torch.autocast(phi.device.type, enabled=False):
-                found = self.predictive(*rows)
+        f = linear(phi, layer.weight if self._dim == -1 else layer.weight.flatten(1), layer.bias)
+        if f.dtype.itemsize < 4:  # half precision has no place for the small numbers of a posterior
+            f, phi = f.float(), phi.float()
+        elif phi.dtype != f.dtype:
+            phi = phi.to(f.dtype)
+        if phi.dim() == 2 and not self._flat:  # the usual case, without a detour
+            found = self._predicted(f, phi)
         else:
-            found = self.predictive(*rows)
-        shaped = {name: self._shaped(value, grid) for name, value in found.items()}
-        return shaped[self.outputs[0]] if self._alone else shaped
+            grid = phi.shape[:-1]
+            rows = self._predicted(f.reshape(-1, f.shape[-1]), phi.reshape(-1, self._width))
+            found = {name: self._shaped(value, grid) for name, value in rows.items()}
+        return found[self.outputs[0]] if self._alone else found
 
     def train(self, mode: bool = True) -> PredictiveModule:
         """Stay in eval mode: the posterior belongs to the network in eval mode.
@@ -99,7 +102,13 @@ class PredictiveModule(nn.Module):
         """Return what is returned, for `print`."""
         return f"outputs={self.outputs}"
 
-    def _features(self, x: Any, further: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _predicted(self, f: Tensor, phi: Tensor) -> dict[str, Tensor]:
+        if not torch.is_autocast_enabled(phi.device.type):
+            return self.predictive.forward(f, phi)
+        with torch.autocast(phi.device.type, enabled=False):  # it would round the posterior
+            return self.predictive.forward(f, phi)
+
+    def _called(self, x: Any, further: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if x is None and not further:
             return self.network(**named)
         if isinstance(x, Mapping) and not further and self._by_name(x):
@@ -213,7 +222,7 @@ def _compare(la: Any, made: PredictiveModule, example: Any, link: str | Link | N
     made._flat = at_positions and prediction.positions.dim is None
     assert isinstance(rows.outputs, OutputGaussian)
     expected = {"variance": rows.outputs.variance}
-    if how is None or how.closed_form:
+    if how is None or not how.makes_draws:
         expected["mean"] = rows.mean
     inputs = example if isinstance(example, (tuple, list)) else (example,)
     found = made(*inputs)

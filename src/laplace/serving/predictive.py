@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -55,6 +55,7 @@ class Predictive(Kept):
         self.n_samples, self.seed, self.temperature = n_samples, seed, temperature
         self.uncertain = "epistemic" in wanted or "aleatoric" in wanted
         self.products = link is not None and isinstance(link.needs(), Products)
+        self.closed_form: Callable[[Tensor, Tensor], Tensor] | None = None  # of f and variances, if they are enough
         self.keep("noise_level", noise_level)
         self.keep("noise", None)
         self.outputs: Spread | None = None
@@ -76,13 +77,17 @@ class Predictive(Kept):
         if self.contrasts is None or self.joint or self.uncertain or "variance" in self.wanted:
             seen = Seen(c, scale, covariances=self.joint or self.products)
             self.outputs = spread_of(gaussian, layout, seen, budget)
-        if drawn or (self.link is not None and not self.link.closed_form):
+        if not self.uncertain and self.link is not None:
+            self.closed_form = self.link.closed_form
+        if drawn or (self.link is not None and self.link.makes_draws):
             like = gaussian.marginal_variances()
             self.keep("noise", fixed_noise(self.n_samples, c, like, self.seed).to(like.device))
 
     def forward(self, f: Tensor, phi: Tensor) -> dict[str, Tensor]:  # (M, C), (M, H) -> (M, K) each
         """Return what was asked for, one row for each row of the inputs."""
         f = f if self.temperature == 1 else f / self.temperature
+        if self.closed_form is not None:
+            return self._in_closed_form(f, phi, self.closed_form)
         outputs, draws = self._gaussian(f, phi), FixedDraws(self.n_samples, None, self.noise)
         p = None if self.link is None else linked(self.link, outputs, draws)
         found = {"mean": f[:, self.response.location_outputs(f.shape[1])] if p is None else p}
@@ -92,6 +97,17 @@ class Predictive(Kept):
             drawn_from = outputs if self.response.only_differences else replace(outputs, contrasts=None)
             parts = self.response.uncertainty(drawn_from, p, self.noise_level, draws)
             found["epistemic"], found["aleatoric"] = parts
+        return {name: found[name] for name in self.wanted}
+
+    def _in_closed_form(self, f: Tensor, phi: Tensor, form: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return means and variances with as few operations as can be."""
+        spread, contrasts = self.outputs, self.contrasts
+        variance = None if spread is None else spread.variance(phi)
+        used = variance if contrasts is None else contrasts.variance(phi)
+        assert used is not None
+        found = {"mean": form(f, used)}
+        if variance is not None:
+            found["variance"] = variance
         return {name: found[name] for name in self.wanted}
 
     def _gaussian(self, f: Tensor, phi: Tensor) -> FixedOutputs:

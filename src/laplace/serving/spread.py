@@ -99,8 +99,9 @@ class Factored(Spread):
             self.keep(name, value)
 
     def variance(self, phi: Tensor) -> Tensor:
-        squares, bias = self._squares(phi), self.bias_variance
-        return squares @ self.by_output if bias is None else torch.addmm(bias, squares, self.by_output)
+        by_output, bias = self.by_output, self.bias_variance
+        squares = self._squares(phi, by_output.dtype)
+        return squares @ by_output if bias is None else torch.addmm(bias, squares, by_output)
 
     def covariance(self, phi: Tensor) -> Tensor:
         w, left = self._weights(phi), self.left
@@ -112,13 +113,13 @@ class Factored(Spread):
         own = w * v if left is None else ((v @ left) * w) @ left.T
         return own if self.bias_covariance is None else own + v @ self.bias_covariance
 
-    def _squares(self, phi: Tensor) -> Tensor:  # (M, R)
-        phi = phi.to(self.by_output.dtype)
-        return (phi if self.right is None else phi @ self.right).square()
+    def _squares(self, phi: Tensor, dtype: torch.dtype) -> Tensor:  # (M, R)
+        right, phi = self.right, phi if phi.dtype == dtype else phi.to(dtype)
+        return (phi if right is None else phi @ right).square()
 
     def _weights(self, phi: Tensor) -> Tensor:  # (M, O)
         assert self.variances is not None
-        return self._squares(phi) @ self.variances
+        return self._squares(phi, self.variances.dtype) @ self.variances
 
 
 class Rooted(Spread):
