@@ -69,7 +69,7 @@ class PredictiveModule(nn.Module):
         out = self.network(x) if isinstance(x, Tensor) and not further and not named else self._called(x, further, named)
         phi = out if isinstance(out, Tensor) else logits(out)
         phi = phi if self._dim == -1 else phi.movedim(1, -1)
-        if phi.shape[-1] != self._width:
+        if not torch.jit.is_tracing() and phi.shape[-1] != self._width:  # the tracer makes tensors of sizes
             raise ModelError(
                 f"the network changes the output of its last layer {'.'.join(self._path)!r} in a way that features "
                 f"do not survive: {self._width} of them became {tuple(phi.shape)}. It may drop a last dimension with "
