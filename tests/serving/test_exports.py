@@ -13,6 +13,7 @@ from networks import cut, make
 from torch import Tensor, nn
 
 from laplace import Laplace, Ordinal
+from laplace.errors import UnsupportedError
 
 ALL = ("mean", "variance", "epistemic", "aleatoric")
 MEAN = ("mean", "variance")
@@ -164,3 +165,27 @@ def test_a_model_of_hugging_face():
     program = torch.export.export(module, (batch,), dynamic_shapes=shapes).module()
     assert (program({key: value[:3] for key, value in batch.items()}) - expected[:3]).abs().max() < 1e-6
     assert (torch.compile(module, fullgraph=True, backend="aot_eager")(**batch) - expected).abs().max() < 1e-6
+
+
+def test_an_onnx_file_has_named_inputs_and_outputs(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    _, module, x = case("classification", "kron", "probit", MEAN, torch.float32)
+    module.to_onnx(tmp_path / "served.onnx", x[:4])
+    session = onnxruntime.InferenceSession(tmp_path / "served.onnx")
+    assert [one.name for one in session.get_inputs()] == ["input"]
+    found = dict(zip(MEAN, session.run(list(MEAN), {"input": x[:9].numpy()}), strict=True))
+    for name, value in module(x[:9]).items():
+        assert (torch.from_numpy(found[name]) - value).abs().max() < 1e-6
+
+
+def test_what_onnx_does_not_have_is_said(tmp_path):
+    _, module, x = case("binary", "kron", "quadrature", MEAN, torch.float32)
+    with pytest.raises(UnsupportedError, match="'quadrature' does not"):
+        module.to_onnx(tmp_path / "served.onnx", x[:4])
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    _, module, x = case("regression", "kron", None, MEAN, torch.float32)
+    monkeypatch.setattr("laplace.serving.onnx.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"laplace-redux\[onnx\]"):
+        module.to_onnx(tmp_path / "served.onnx", x[:4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.reshape import PredictionAtPositions
 from laplace.serving.network import with_features
+from laplace.serving.onnx import write_onnx
 from laplace.serving.predictive import OUTPUTS, Predictive
 from laplace.spec import refuse_unknown_keywords
 from laplace.weights import FoundLastLayer
@@ -97,6 +99,22 @@ class PredictiveModule(nn.Module):
             mode: is ignored.
         """
         return super().train(False)
+
+    def to_onnx(self, path: str | os.PathLike[str], *inputs: Any) -> None:
+        """Write an ONNX file for any batch size. Its outputs have the names of `outputs`.
+
+        Its inputs have the names of the network's own arguments, or the keys of a mapping. Numbers are as here to a
+        relative 1e-6; in float64, ONNX Runtime has no error function, which link 'one_vs_rest' needs.
+
+        Args:
+            path: the file.
+            *inputs: an example of what the module is called with: tensors, or one mapping of tensors.
+
+        Raises:
+            ImportError: the extra 'onnx' is not installed.
+            UnsupportedError: the network or the link uses an operation that ONNX does not have.
+        """
+        write_onnx(self, self.network, self.outputs, path, inputs)
 
     def extra_repr(self) -> str:
         """Return what is returned, for `print`."""
