@@ -32,8 +32,8 @@ MEAN, ALL = ("mean", "variance"), ("mean", "variance", "epistemic")
 
 NOTES = """\
 x network   CPU seconds of one prediction over those of the bare network, one input, one thread, no_grad; both run in
-            the same way and take turns, and the best of {repeats} or more turns counts. Last layer, kron. Returned are the
-            mean and the variances, with 'epistemic' also the epistemic part from 100 draws.
+            the same way and take turns, and the best of {repeats} or more turns counts. Last layer, kron. Returned
+            are the mean and the variances, with 'epistemic' also the epistemic part from 100 draws.
 la(x)       the prediction of the Laplace object itself, with all its checks."""
 
 
@@ -70,7 +70,10 @@ def resnet(repeats: int) -> list[Result]:
     model, x = networks.deep_resnet(), torch.randn(16, 3, 32, 32)
     assert sum(1 for _ in model.modules()) == 155
     la = Laplace(model, "classification").fit([(x, torch.randint(10, (16,)))])
-    return [*_eagerly("ResNet, 155 modules", la, x[:1], repeats, 10), *_in_onnx("ResNet, 155 modules", la, x[:4], repeats)]
+    return [
+        *_eagerly("ResNet, 155 modules", la, x[:1], repeats, 10),
+        *_in_onnx("ResNet, 155 modules", la, x[:4], repeats),
+    ]
 
 
 def transformer(repeats: int) -> list[Result]:

@@ -58,7 +58,7 @@ def seconds_of(port: int, path: str, n: int) -> list[float]:
 
 
 def load(port: int, path: str, requests: int, clients: int) -> tuple[float, list[float]]:
-    """Let several clients send requests at the same time; return all seconds on the clock, and those of each request."""
+    """Let several clients send requests at the same time; return the seconds of all and of each."""
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         parts = list(pool.map(lambda _: seconds_of(port, path, requests // clients), range(clients)))
@@ -79,7 +79,9 @@ def main(requests: int, clients: int, link: str) -> dict[str, dict[str, float]]:
                 taken, single = load(port, path, requests // ROUNDS, clients)
                 total[path] += taken
                 each[path] += single
-    print(f"{'':10} {'requests/s':>10} {'median ms':>10} {'p99 ms':>8}   {requests} requests, {clients} clients, {link}")
+    print(
+        f"{'':10} {'requests/s':>10} {'median ms':>10} {'p99 ms':>8}   {requests} requests, {clients} clients, {link}"
+    )
     for path in paths:
         ordered = sorted(each[path])
         found[path] = {

@@ -7,13 +7,13 @@ import pickle
 
 import pytest
 import torch
-from networks import cut, make
 from torch import Tensor, nn
 
 from laplace import Laplace, Ordinal, from_log_prob
 from laplace.errors import ModelError, NotFittedError, OptionError, StaleWarning, UnsupportedError
 from laplace.predictive import Link
 from laplace.serving import PredictiveModule
+from networks import cut, make
 
 ALL = ("mean", "variance", "epistemic", "aleatoric")
 STRUCTURES = ("kron", "diag", "full", "ekfac", "inf", "block", "lowrank")
@@ -223,7 +223,7 @@ def test_copies_pickles_and_states_predict_the_same(structure):
     la = Laplace(model, "classification", hessian_structure=structure).fit(cut(x, y, 5))
     module = la.module("mc", ALL)
     expected = module(x)
-    others = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    others = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]  # noqa: S301
     empty = la.module("mc", ALL)
     for value in empty.state_dict().values():
         value.zero_()
@@ -290,9 +290,10 @@ def test_refusals():
         Laplace(model, "classification", "all", "diag").fit(cut(x, y, 5)).module()
     with pytest.raises(UnsupportedError, match="over functions"):
         Laplace(model, "classification", "last_layer", "gp").fit(cut(x, y, 5)).module()
+    traced = nn.Sequential(torch.jit.trace(model[:2], (x,)), model[2])
+    la = Laplace(traced.eval(), "classification").fit(cut(x, y, 5))
     with pytest.raises(UnsupportedError, match="scripted"):
-        traced = nn.Sequential(torch.jit.trace(model[:2], (x,)), model[2])
-        Laplace(traced.eval(), "classification").fit(cut(x, y, 5)).module()
+        la.module()
 
 
 def test_what_features_do_not_survive_is_refused():
@@ -322,7 +323,7 @@ def test_what_features_do_not_survive_is_refused():
         clipped.body.weight.mul_(1e3)
         clipped.head.weight.mul_(1e-4)
     la = Laplace(clipped, "regression").fit([(x, torch.randn(9, 3))])
-    with pytest.raises(ModelError, match="is not that of la.predict"):
+    with pytest.raises(ModelError, match="is not that of"):
         la.module(example=x)
 
 

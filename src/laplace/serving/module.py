@@ -37,8 +37,8 @@ class PredictiveModule(nn.Module):
     network. Nothing in it looks at values, so that torch.export, torch.compile(fullgraph=True), torch.jit.trace and
     ONNX record it whole. Inputs that are not finite give NaN.
 
-    It is in eval mode, and stays there. `.half()` and `.bfloat16()` round the network and leave the posterior's buffers,
-    whose small numbers have no place in half precision; results are float32 then.
+    It is in eval mode, and stays there. `.half()` and `.bfloat16()` round the network, and leave the posterior's
+    buffers, whose small numbers have no place in half precision; results are float32 then.
 
     Attributes:
         network: the copy of the network. It returns the features of its last layer.
@@ -68,7 +68,9 @@ class PredictiveModule(nn.Module):
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
         """Return the prediction at a batch of inputs, in the shape of the network's outputs."""
-        out = self.network(x) if isinstance(x, Tensor) and not further and not named else self._called(x, further, named)
+        out = (
+            self.network(x) if isinstance(x, Tensor) and not further and not named else self._called(x, further, named)
+        )
         phi = out if isinstance(out, Tensor) else logits(out)
         phi = phi if self._dim == -1 else phi.movedim(1, -1)
         if not torch.jit.is_tracing() and phi.shape[-1] != self._width:  # the tracer makes tensors of sizes
@@ -104,7 +106,7 @@ class PredictiveModule(nn.Module):
         """Write an ONNX file for any batch size. Its outputs have the names of `outputs`.
 
         Its inputs have the names of the network's own arguments, or the keys of a mapping. Numbers are as here to a
-        relative 1e-6; in float64, ONNX Runtime has no error function, which link 'one_vs_rest' needs.
+        relative 1e-6; in float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need.
 
         Args:
             path: the file.
@@ -141,7 +143,7 @@ class PredictiveModule(nn.Module):
         return self._required <= set(x) and (self._anything or bool(self._names & set(x)))
 
     def _layer(self) -> Any:
-        layer = self.network
+        layer: Any = self.network
         for part in self._path:
             layer = layer._modules[part]
         return layer

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from laplace.errors import UnsupportedError
+from laplace.serving.outputs import WRITTEN_OUT
 
 _NEEDED = ("onnx", "onnxscript")
 
 
-def write_onnx(module: nn.Module, network: nn.Module, names: tuple[str, ...], path: Any, inputs: tuple[Any, ...]) -> None:
+def write_onnx(
+    module: nn.Module, network: nn.Module, names: tuple[str, ...], path: Any, inputs: tuple[Any, ...]
+) -> None:
     """Write `module` to `path`. The inputs are an example; their first dimension becomes the batch."""
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
@@ -44,8 +47,8 @@ def write_onnx(module: nn.Module, network: nn.Module, names: tuple[str, ...], pa
     except torch.onnx.errors.OnnxExporterError as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise UnsupportedError(
-            f"this network and link cannot be written as ONNX: {reason} Links 'probit', 'mc' and 'bridge' consist of "
-            "operations that ONNX has; 'quadrature' does not. Or take torch.export.export(module, inputs)."
+            f"this network and link cannot be written as ONNX: {reason} All links can for up to {WRITTEN_OUT} classes, "
+            "and 'probit' and 'bridge' for more. If it is the network, take torch.export.export(module, inputs)."
         ) from error
 
 

@@ -16,7 +16,7 @@ from laplace.linalg.tracing import is_traced
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 
-_WRITTEN_OUT = 32  # a recorded Cholesky factorisation of so many rows or fewer is written out: ONNX has none
+WRITTEN_OUT = 32  # a recorded Cholesky factorisation of so many rows or fewer is written out: ONNX has none
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _root(covariance: Tensor) -> Tensor:  # (N, C, C)
     """Return the Cholesky factor; NaN where there is none."""
     covariance = (covariance + covariance.mT) / 2
     c = covariance.shape[-1]
-    if is_traced() and c <= _WRITTEN_OUT:
+    if is_traced() and c <= WRITTEN_OUT:
         return _written_out(covariance, c)
     factor, failed = torch.linalg.cholesky_ex(covariance)
     return torch.where((failed > 0)[:, None, None], torch.nan, factor)

@@ -121,9 +121,7 @@ class Predictive(Kept):
         return replace(outputs, times=lambda v: spread.product(phi, v)) if self.products else outputs
 
 
-def _seen(
-    spread: Spread, f: Tensor, phi: Tensor, joint: bool, contrasts: FixedOutputs | None = None
-) -> FixedOutputs:
+def _seen(spread: Spread, f: Tensor, phi: Tensor, joint: bool, contrasts: FixedOutputs | None = None) -> FixedOutputs:
     if not joint:
         return FixedOutputs(f, spread.variance(phi).to(f.dtype), contrasts=contrasts)
     covariance = spread.covariance(phi).to(f.dtype)

@@ -2,7 +2,7 @@
 
     Factored       S = L diag(w) L^T,   w = V^T (Q^T phi)^2                   kron, ekfac, diag: two small products
     Rooted         S_cc = |R_c^T phi|^2                                       full, block, and structures from outside
-    LessLowRank    S = diag(A^T phi^2) - sum_k y_k y_k^T,   y_k = Y_k phi     inf, lowrank; in float64: the two nearly cancel
+    LessLowRank    S = diag(A^T phi^2) - sum_k y_k y_k^T,   y_k = Y_k phi     inf, lowrank; in float64: they nearly cancel
 
 A bias adds a constant. The matrices are buffers. What a prediction does not need is not kept.
 """
@@ -123,7 +123,7 @@ class Factored(Spread):
 
 
 class Rooted(Spread):
-    """S_cd = <R_c^T phi, R_d^T phi> for any covariance of the weights. The bias may depend on the weights: R_c has a row for it.
+    """S_cd = <R_c^T phi, R_d^T phi> for any covariance of the weights. R_c has a row for a dependent bias.
 
     Args:
         roots: R, (C, H, K). For variances alone, K = H + 1 columns are enough.
@@ -159,7 +159,9 @@ class Rooted(Spread):
 
 
 class LessLowRank(Spread):
-    """S = T diag(A^T phi^2 + a) T^T - sum_k y_k y_k^T, y_k = phi Y_k + b_k: what the prior allows less what the data explains.
+    """S = T diag(A^T phi^2 + a) T^T - sum_k y_k y_k^T, y_k = phi Y_k + b_k.
+
+    What the prior allows, less what the data explains.
 
     Args:
         by_output: T^2 applied to A, (H, C), which maps phi^2 to variances.
