@@ -12,6 +12,7 @@ code nor this library.
 from __future__ import annotations
 
 import argparse
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -120,9 +121,10 @@ def main() -> None:
     parser.add_argument("--link", default="probit")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", options.port)) as listening:
         write(Path(folder), options.steps, options.link)
-        uvicorn.run(load(Path(folder)), host="127.0.0.1", port=options.port, log_level="warning")
+        config = uvicorn.Config(load(Path(folder)), log_level="warning")
+        uvicorn.Server(config).run(sockets=[listening])
 
 
 if __name__ == "__main__":

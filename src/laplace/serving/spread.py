@@ -2,7 +2,7 @@
 
     Factored       S = L diag(w) L^T,   w = V^T (Q^T phi)^2                   kron, ekfac, diag: two small products
     Rooted         S_cc = |R_c^T phi|^2                                       full, block, and structures from outside
-    LessLowRank    S = diag(A^T phi^2) - sum_k y_k y_k^T,   y_k = Y_k phi     inf, lowrank; in float64: they nearly cancel
+    LessLowRank    S = diag(A^T phi^2) - sum_k y_k y_k^T,   y_k = Y_k phi  inf, lowrank, in float64: they nearly cancel
 
 A bias adds a constant. The matrices are buffers. What a prediction does not need is not kept.
 """
