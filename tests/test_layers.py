@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("spec",),
     ("inference",),
     ("decisions",),
+    ("serving",),
     ("evaluation",),
     ("tuning",),
     ("checkpoints",),

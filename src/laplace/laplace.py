@@ -37,6 +37,7 @@ from laplace.network.replica import require_values
 from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
+from laplace.serving import module as serving
 from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend, refuse_unknown_keywords
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
@@ -299,6 +300,7 @@ class Laplace:
     calibrate = calibrating.calibrate
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
+    module = serving.module
 
     coverage = inspection.coverage
     mean = reads(inspection.mean)
