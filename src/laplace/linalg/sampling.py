@@ -39,6 +39,10 @@ class Draws:
             self._points[c] = _spread_normals(self.n, c, like, self.generator).mT.contiguous()
         return self._points[c].to(like)
 
+    def seeded(self, device: torch.device) -> Draws:
+        """Return draws that are the same in every call: from the generator if there is one, else from seed 0."""
+        return self if self.generator is not None else Draws(self.n, torch.Generator(device).manual_seed(0))
+
 
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return Rademacher signs, (k, n, c)."""

@@ -39,10 +39,8 @@ def decompose(
     If the draws hardly differ, the two entropies cancel. So their difference is added up from terms that are not
     negative: with r = p / mean - 1 for a probability p of a draw, it is the sum of mean * E[(1 + r) log(1 + r) - r].
     """
-    if draws.generator is None:
-        draws = Draws(draws.n, torch.Generator(total.device).manual_seed(0))
     information = []
-    for part in outputs.draws(draws):
+    for part in outputs.draws(draws.seeded(total.device)):
         p = inverse_link(part).double()  # (S, n, ..., K)
         mean = p.mean(0)
         r = (p / mean.clamp(min=torch.finfo(p.dtype).tiny) - 1).clamp(min=_LEAST)
