@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from laplace.checks import shown
-from laplace.errors import InputError, LaplaceError, ModelError, OptionError
+from laplace.errors import InputError, LaplaceError, MissingKeyError, ModelError, OptionError
 from laplace.linalg.autocast import as_called
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
@@ -256,7 +256,7 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
     """Split the `index`-th batch of a loader into inputs, labels and what else is given."""
     if isinstance(batch, Mapping):
         if keys.y not in batch:
-            raise InputError(
+            raise MissingKeyError(
                 f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )
@@ -339,6 +339,15 @@ def _read_in(batch: Batch, device: torch.device) -> Batch:
     """
     given = {key: value.to(device, copy=True) for key, value in batch.given.items()}
     return replace(batch, inputs=batch.inputs.to(device), y=batch.y.to(device, copy=True), given=given)
+
+
+def given_by_name(x: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the inputs and keywords of a call: without `x`, the keywords are the inputs, as in la(**batch)."""
+    if x is not None:
+        return x, kwargs
+    if not kwargs:
+        raise OptionError("there are no inputs. Write la(x), or la(**batch) with the entries of a mapping.")
+    return kwargs, {}
 
 
 def prediction_batches(
