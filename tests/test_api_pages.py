@@ -23,8 +23,11 @@ from laplace.utils import SubnetMask
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "api").glob("*.md"))
 ROOMS = (
     "curvature",
+    "decisions",
     "errors",
     "evaluation",
+    "integrations.huggingface",
+    "integrations.botorch",
     "layers",
     "likelihoods",
     "priors",

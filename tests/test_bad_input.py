@@ -73,7 +73,7 @@ def test_wrong_class_labels_are_named_with_their_batch(la, y, says):
 @pytest.mark.parametrize(
     ("y", "says"),
     [
-        (torch.randn(6), r"shape \(2,\), the outputs \(2, 1\); make them equal. Write y\.unsqueeze\(-1\)"),
+        (torch.randn(1), r"shape \(1,\), the outputs \(2, 1\); make them equal"),
         (torch.randn(6, 2), r"shape \(2, 2\)"),
         (torch.randn(6, 1, dtype=torch.complex64), "real numbers are needed"),
         (torch.full((6, 1), torch.nan), "NaN or infinite"),
@@ -258,7 +258,7 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
         (lambda la: la((X, X)), "2 inputs, the first a tensor"),
         (lambda la: la(X, link="mc"), "no option 'link'"),
         (lambda la: la(X, X), "pred_type=tensor"),
-        (lambda la: la.fit(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
+        (lambda la: la.calibrate(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
         (lambda la: la.fit(None), "the loader is a NoneType"),
         (lambda la: la.fit(cut(X, Y, 2), generator=0), "generator is a int"),
         (lambda la: setattr(la, "temperature", -1.0), "temperature must be positive"),

@@ -10,6 +10,7 @@ except its `Likelihood`, which is `laplace.compat.enums.Likelihood`.
 
 from laplace import compat as compat
 from laplace import curvature as curvature
+from laplace import decisions as decisions
 from laplace import errors as errors
 from laplace import evaluation as evaluation
 from laplace import layers as layers
@@ -78,6 +79,7 @@ __all__ = [
 _ROOMS = (
     "compat",
     "curvature",
+    "decisions",
     "errors",
     "evaluation",
     "layers",

@@ -32,10 +32,12 @@ from laplace.inference.summary import summary
 from laplace.inference.values import Values
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
+from laplace.network.loaders import loader_of
 from laplace.network.replica import require_values
 from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
+from laplace.serving import module as serving
 from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend, refuse_unknown_keywords
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
@@ -235,6 +237,8 @@ class Laplace:
         generator: torch.Generator | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 100,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | None = None,
     ) -> Self:
         """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
 
@@ -242,13 +246,16 @@ class Laplace:
 
         Args:
             train_loader: batches, read once or as often as the structure needs: pairs `(x, y)`, or `(x, y, weights)`
-                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator.
+                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator. Or a
+                dataset of single examples, or a `transformers.Trainer`, whose training data is read in order.
             override: False adds the data to what was seen before.
             progress_bar: whether one is shown.
             generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
             checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
                 there, and removes it.
             every: how many batches apart that is.
+            collate_fn: of a dataset, makes a batch of a list of examples, as a data collator of transformers does.
+            batch_size: of a dataset, examples in a batch; 32 if left out.
 
         Returns:
             The object itself.
@@ -262,6 +269,7 @@ class Laplace:
         """
         if isinstance(train_loader, Tensor) and isinstance(override, Tensor):
             raise InputError("la.fit(x, y) takes batches, not inputs and labels. Write la.fit([(x, y)]).")
+        train_loader = loader_of(train_loader, collate_fn, batch_size)
         before = None if flag(override, "override") else self.values.fit
         journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)
         fit = sums_of(
@@ -292,6 +300,7 @@ class Laplace:
     calibrate = calibrating.calibrate
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
+    module = serving.module
 
     coverage = inspection.coverage
     mean = reads(inspection.mean)

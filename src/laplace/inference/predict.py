@@ -17,7 +17,7 @@ from laplace.inference.linearised import through_link
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, normals
-from laplace.network.batches import Inputs, prediction_batches
+from laplace.network.batches import Inputs, given_by_name, prediction_batches
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined, require_finite
 from laplace.predictive.positions import Positions
@@ -35,7 +35,7 @@ _MAX_COVARIANCE = 32  # with more outputs than this, `predict` computes covarian
 def call(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     joint: bool = False,
     link_approx: str | Link | None = None,
@@ -50,12 +50,13 @@ def call(
     Outputs at positions come in the network's own shape, covariances as (N, *positions, C, C).
 
     Args:
-        x: A tensor, a mapping, or a tuple of inputs.
+        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' averages the network itself over `n_samples` draws
             of the weights.
         joint: Whether to return one covariance over all inputs. Regression only.
-        link_approx: One of `la.likelihood.links`, the first of them if left out. For classes: 'probit', 'one_vs_rest',
-            'mc', 'bridge', 'bridge_norm' or 'delta'. Or a `Link` of your own.
+        link_approx: One of `la.likelihood.links`, or a `Link` of your own. If left out, the first of them: for classes
+            and labels 'probit', as in the paper and in laplace-torch. (`la.predict` has a closer one.) For classes:
+            'probit', 'one_vs_rest', 'mc', 'bridge', 'bridge_norm' or 'delta'.
         n_samples: How many draws, for link 'mc' and for 'nn'.
         diagonal_output: Whether to return variances instead of covariances between outputs.
         generator: The random generator. torch's global one if left out.
@@ -76,9 +77,10 @@ def call(
         ModelError: the network fails on these inputs.
         MemoryBudgetError: the result would not fit into memory.
     """
+    x, model_kwargs = given_by_name(x, model_kwargs)
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
-    (link, how), sampled = response.link_of(link_approx), pred_type == "nn"
+    (link, how), sampled = response.link_of(link_approx, as_in_paper=True), pred_type == "nn"
     draws = _draws(source, n_samples, 2 if sampled and not link else 1, generator)
     joint, diagonal_output = flag(joint, "joint"), flag(diagonal_output, "diagonal_output")
     if joint and (link or sampled):
@@ -115,7 +117,7 @@ def call(
 def predict(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     link_approx: str | Link | None = None,
     n_samples: int = 100,
@@ -127,10 +129,12 @@ def predict(
     """Return p(y given x, data) with observation noise, its summaries, and both kinds of uncertainty.
 
     Args:
-        x: A tensor, a mapping, a tuple of inputs, or a DataLoader (its labels are not used).
+        x: A tensor, a mapping, a tuple of inputs, or a DataLoader (its labels are not used). A mapping may come by
+            name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with `n_samples` draws of the
             weights.
-        link_approx: One of `la.likelihood.links`, the first of them if left out, or a `Link` of your own.
+        link_approx: One of `la.likelihood.links`, or a `Link` of your own. If left out, `la.likelihood.default_link`:
+            'one_vs_rest' for classes, 'quadrature' for labels and ordered classes. `la(x)` keeps the paper's 'probit'.
         n_samples: How many draws of the outputs. The epistemic part for classes comes from draws with every link.
         diagonal_output: Whether to leave out covariances between outputs. If not given, they are left out for more than
             32 outputs, unless link 'mc' needs them.
@@ -149,9 +153,10 @@ def predict(
         ModelError: the network fails on these inputs.
         MemoryBudgetError: the result would not fit into memory.
     """
+    x, model_kwargs = given_by_name(x, model_kwargs)
     frame, response, c = source.frame, source.likelihood.response, source.n_outputs
     pred_type = pred_type_named(pred_type, frame.functional)
-    link, how = response.link_of(link_approx, trusted=True)
+    link, how = response.link_of(link_approx)
     draws = _draws(source, n_samples, 2, generator)
     if diagonal_output is not None:
         diagonal_output = flag(diagonal_output, "diagonal_output")
@@ -194,7 +199,7 @@ def predict(
 def functional_samples(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     n_samples: int = 100,
     diagonal_output: bool = False,
@@ -206,7 +211,7 @@ def functional_samples(
     One draw of the weights is used for all inputs, so each draw is a smooth function of x.
 
     Args:
-        x: A tensor, a mapping, or a tuple of inputs.
+        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
         n_samples: How many draws.
         diagonal_output: With 'glm', whether to draw every output independently instead.
@@ -221,6 +226,7 @@ def functional_samples(
         UnsupportedError: 'nn' with a posterior over functions.
         MemoryBudgetError: the draws would not fit into memory.
     """
+    x, model_kwargs = given_by_name(x, model_kwargs)
     frame = source.frame
     pred_type = pred_type_named(pred_type, frame.functional)
     draws, diagonal_output = _draws(source, n_samples, 1, generator), flag(diagonal_output, "diagonal_output")
@@ -239,7 +245,7 @@ def functional_samples(
 def predictive_samples(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     n_samples: int = 100,
     diagonal_output: bool = False,
@@ -249,7 +255,7 @@ def predictive_samples(
     """Draw the parameters of the predictive: outputs f for regression, class probabilities, or rates of counts.
 
     Args:
-        x: A tensor, a mapping, or a tuple of inputs.
+        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
         n_samples: How many draws.
         diagonal_output: With 'glm', whether to draw every output independently.
@@ -282,7 +288,7 @@ def preference(
     Args:
         a: N inputs, as the network takes them.
         b: N inputs to compare with them, one each.
-        link_approx: 'probit', 'mc' or 'quadrature'. 'probit' if left out.
+        link_approx: 'probit', 'mc' or 'quadrature'. 'quadrature', which is exact, if left out.
         n_samples: How many draws, for 'mc'. They are seeded: every call uses the same.
         **model_kwargs: Passed on to the network.
 
@@ -387,11 +393,9 @@ def _linked(
 
 
 def _needed(link: Link, independent: bool) -> Query:
-    """Return what a link asks for, without covariances if the outputs are to be treated as independent."""
+    """Return what a link asks for; less if the outputs are to be treated as independent: their variances alone."""
     need = link.needs()
-    if not independent:
-        return need
-    return Contrasts() if isinstance(need, Contrasts) else Variances()
+    return Variances() if independent and need != Contrasts() else need
 
 
 def _require_own_mean(p: Any, n: int, name: str) -> None:

@@ -40,6 +40,8 @@ def summary(la: Holder) -> str:
         rows.append(("temperature", f"{temperature:g} of the likelihood"))
     if softmax_temperature != 1:
         rows.append(("softmax", f"temperature {softmax_temperature:.4g}, which divides the logits of predictions"))
+    if runner.next_tokens:
+        rows.append(("labels", "shifted to the next tokens, as the network's own loss does"))
     weights = _short(spec.weights.label)
     if posterior is not None:
         fit = posterior.fit

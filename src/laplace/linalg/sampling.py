@@ -22,6 +22,10 @@ class Draws:
     n: int
     generator: torch.Generator | None = None
 
+    def seeded(self, device: torch.device) -> Draws:
+        """Return draws that are the same in every call: from the generator if there is one, else from seed 0."""
+        return self if self.generator is not None else Draws(self.n, torch.Generator(device).manual_seed(0))
+
 
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return Rademacher signs, (k, n, c)."""

@@ -341,6 +341,15 @@ def _read_in(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, inputs=batch.inputs.to(device), y=batch.y.to(device, copy=True), given=given)
 
 
+def given_by_name(x: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the inputs and keywords of a call: without `x`, the keywords are the inputs, as in la(**batch)."""
+    if x is not None:
+        return x, kwargs
+    if not kwargs:
+        raise OptionError("there are no inputs. Write la(x), or la(**batch) with the entries of a mapping.")
+    return kwargs, {}
+
+
 def prediction_batches(
     x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool, what: str = "batch"
 ) -> Iterator[tuple[str, Inputs]]:

@@ -34,10 +34,8 @@ def decompose(
     their entropies, by Monte Carlo. The aleatoric part is the rest: the draws' expected entropy if the prediction is
     their mean (link 'mc'), and that plus the error of the link otherwise.
     """
-    if draws.generator is None:
-        draws = Draws(draws.n, torch.Generator(total.device).manual_seed(0))
     information = []
-    for part in outputs.draws(draws):
+    for part in outputs.draws(draws.seeded(total.device)):
         probabilities = inverse_link(part).double()  # float64: if the draws hardly differ, the two entropies cancel
         information.append(entropy(probabilities.mean(0)) - entropy(probabilities).mean(0))
     epistemic = torch.cat(information).to(total.dtype).clamp(min=0).minimum(total)

@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace.linalg.sampling import Draws
 from laplace.predictive.one_vs_rest import one_vs_rest
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.queries import Contrasts, Covariances, Products, Query, Variances
+from laplace.predictive.queries import Contrasts, Products, Query, Variances
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ class Link:
     def __post_init__(self) -> None:
         if isinstance(self.needs, Query):  # Covariances() means Covariances
             object.__setattr__(self, "needs", type(self.needs))
+
+    @property
+    def closed_form(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Return the closed form of a link that was made from one by `of_variances` or `of_contrasts`."""
+        known = isinstance(self.apply, partial) and self.apply.func in (_closed_form, _of_contrasts)
+        return self.apply.args[0] if isinstance(self.apply, partial) and known else None
+
+    @property
+    def makes_draws(self) -> bool:
+        """Whether `apply` may use the draws: a link of one's own is not known."""
+        return self.apply is not _delta and self.closed_form is None
 
     @classmethod
     def of_variances(cls, mean: Callable[[Tensor, Tensor], Tensor]) -> Link:
@@ -149,7 +160,7 @@ class MonteCarlo:
 
 def shrunk(f: Tensor, variance: Tensor) -> Tensor:
     """Return f / sqrt(1 + pi/8 S), the argument of the logistic function in the probit approximation."""
-    return f / torch.sqrt(1 + math.pi / 8 * variance)
+    return f * torch.rsqrt(torch.add(1, variance, alpha=math.pi / 8))
 
 
 def _normalised(weights: Tensor) -> Tensor:
@@ -159,7 +170,7 @@ def _normalised(weights: Tensor) -> Tensor:
 CATEGORICAL_LINKS: Final[dict[str, Link]] = {
     "probit": Link.of_variances(probit),
     "one_vs_rest": Link.of_contrasts(one_vs_rest),
-    "mc": Link(MonteCarlo(softmax), Covariances),
+    "mc": Link(MonteCarlo(softmax), partial(Contrasts, covariances=True)),
     "bridge": Link.of_contrasts(bridge),
     "bridge_norm": Link.of_contrasts(bridge_norm),
     "delta": Link(_delta, Products, may_leave_simplex=True),

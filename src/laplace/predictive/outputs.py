@@ -44,7 +44,7 @@ class OutputGaussian:
     def marginals(self) -> OutputGaussian:
         """Return the same Gaussian without covariances: its outputs are treated as independent but for a shift."""
         contrasts = None if self.contrasts is None else self.contrasts.marginals()
-        return OutputGaussian(self.mean, self.variance, contrasts=contrasts)
+        return replace(self, covariance=None, times=None, contrasts=contrasts)
 
     @property
     def contrast_variance(self) -> Tensor:  # (N, C)
@@ -84,10 +84,10 @@ class OutputGaussian:
     def _with_some_shift(self) -> OutputGaussian:
         """Return, for the Gaussian of contrasts, one of outputs that have them: its covariance is not singular."""
         if self.covariance is None:
-            return OutputGaussian(self.mean, as_if_independent(self.variance))
+            return replace(self, variance=as_if_independent(self.variance))
         c = self.mean.shape[1]
         shift = self.variance.sum(-1) / (c * max(1, c - 1))  # the mean of the other eigenvalues, over C
-        return OutputGaussian(self.mean, self.variance, self.covariance + shift[:, None, None])
+        return replace(self, covariance=self.covariance + shift[:, None, None])
 
     def draws(self, how: Draws) -> Iterator[Tensor]:
         """Yield draws for consecutive chunks of inputs, (S, n, C). Without covariances, outputs are independent.
