@@ -6,6 +6,7 @@ Inputs run in chunks, and the results are joined.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -235,7 +236,7 @@ def functional_samples(
         if diagonal_output and pred_type == "glm":
             answer = Answer(frame.budget, FEWER, each=draws.n)
             parts = [part.outputs for part in shape.watch(source.outputs(inputs, Variances(), answer))]
-            drawn = torch.cat(list(joined(parts).draws(draws)), 1)
+            drawn = torch.cat(list(joined(parts).draws(replace(draws, apart=True))), 1)
         else:
             drawn = _samples(source.outputs(inputs, Functions(draws, exact=pred_type == "nn")), shape)
         return shape(drawn, lead=1)

@@ -23,7 +23,7 @@ from laplace.errors import InputError, OptionError, warn
 from laplace.likelihoods.base import IGNORED, check_range, class_indices, finite
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.linalg.output_curvature import OutputCurvature
-from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
+from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration, softmax
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.response import Outputs
 
@@ -137,7 +137,7 @@ class Categorical(OneOfSeveral):
         return drawn_classes(f.double().softmax(-1), n_samples, generator)
 
     def inverse_link(self, f: Tensor) -> Tensor:
-        return f.softmax(-1)
+        return softmax(f)
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
         """Return the distribution of y; for the bridge links, the Dirichlet distribution of p instead."""

@@ -67,7 +67,9 @@ def _of_contrasts(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGauss
 
 
 def softmax(f: Tensor) -> Tensor:
-    """Return the class probabilities."""
+    """Return the class probabilities. Draws, (S, N, C), may lie side by side in memory: then softmax adds vectors."""
+    if f.dim() == 3 and f.stride(0) == 1:
+        return f.movedim(0, 2).softmax(1).movedim(2, 0)
     return f.softmax(-1)
 
 
