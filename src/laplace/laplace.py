@@ -21,7 +21,7 @@ from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
 from laplace.checks import flag, one_positive, path_of, positive, shown
 from laplace.curvature import CURVATURES, Estimator
-from laplace.errors import InputError, LaplaceError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import LaplaceError, NotFittedError, OptionError, UnsupportedError
 from laplace.inference import continual, inspection
 from laplace.inference import predict as predicting
 from laplace.inference.coverage import Coverage, coverage_of
@@ -31,6 +31,7 @@ from laplace.inference.source import Frame, outputs_of
 from laplace.inference.summary import summary
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
+from laplace.network.loaders import training_data
 from laplace.network.replica import require_values
 from laplace.posterior.posterior import Fit, Posterior
 from laplace.posterior.task_prior import prior_of
@@ -328,10 +329,12 @@ class Laplace:
     @plainly
     def fit(
         self,
-        train_loader: Iterable[Any],
-        override: bool = True,
+        train_loader: Any,
+        override: Any = True,
         progress_bar: bool = False,
         *,
+        y: Any = None,
+        batch_size: int | None = None,
         generator: torch.Generator | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 100,
@@ -343,8 +346,12 @@ class Laplace:
         Args:
             train_loader: batches, read once or as often as the structure needs: pairs `(x, y)`, or `(x, y, weights)`
                 with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator.
-            override: False adds the data to what was seen before.
+                Or the inputs of all data, as arrays, DataFrames or tensors, with labels beside them: `la.fit(x, y)`. Or
+                a Lightning DataModule.
+            override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
             progress_bar: whether one is shown.
+            y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
+            batch_size: of `la.fit(x, y)`, how many examples run at a time (128 if left out).
             generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
             checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
                 there, and removes it.
@@ -360,8 +367,7 @@ class Laplace:
             UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
         """
-        if isinstance(train_loader, Tensor) and isinstance(override, Tensor):
-            raise InputError("la.fit(x, y) takes batches, not inputs and labels. Write la.fit([(x, y)]).")
+        train_loader, override = training_data(train_loader, override, y, batch_size)
         before = None if flag(override, "override") else self._fit
         journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)
         self._fit = sums_of(

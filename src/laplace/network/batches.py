@@ -23,6 +23,8 @@ from tqdm.auto import tqdm
 from laplace.checks import shown
 from laplace.errors import InputError, LaplaceError, ModelError, OptionError
 from laplace.linalg.autocast import as_called
+from laplace.network.arrays import as_tensors, dtype_of, is_array
+from laplace.network.loaders import ArrayBatches, dataloader_of, is_pair
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
 from laplace.network.watching import EXAMPLES, is_unwatched, watch
@@ -75,6 +77,7 @@ class Inputs:
     @classmethod
     def paired(cls, first: Any, second: Any, kwargs: Mapping[str, Any], keys: Keys) -> Inputs:
         """Pair two batches of inputs, example by example."""
+        first, second = as_tensors(first), as_tensors(second)
         others = tensors_in(second)
         shapes = [t.shape for t in tensors_in(first)]
         if type(first) is not type(second) or not shapes or shapes != [t.shape for t in others]:
@@ -103,6 +106,12 @@ class Inputs:
                 "forward call x.to_sparse()."
             )
         return self if all(t.device == device for t in given) else self.map(lambda t: t.to(device))
+
+    def as_tensors(self, model: nn.Module) -> Inputs:
+        """Return the inputs with arrays, DataFrames and lists of numbers as tensors in the dtype of the weights."""
+        kwargs = as_tensors(dict(self.kwargs), dtype_of(model)) if self.kwargs else self.kwargs
+        x = self.x if isinstance(self.x, Tensor) else as_tensors(self.x, dtype_of(model))
+        return self if x is self.x and kwargs is self.kwargs else replace(self, x=x, kwargs=kwargs)
 
     def copied(self) -> Inputs:
         """Copy the inputs. Whoever keeps inputs must copy them, because a loader may refill its tensors."""
@@ -271,6 +280,8 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
             f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or {_form(keys)}, or a "
             "mapping with the labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
         )
+    x = as_tensors(x, dtype_of(model))
+    y, given = as_tensors(y), as_tensors(given)
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):
             came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
@@ -311,17 +322,24 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
 
     Each batch is valid only until the next one is read.
     """
-    if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+    if isinstance(loader, Tensor) or hasattr(loader, "__array__"):
+        raise InputError(
+            f"the loader is a {type(loader).__name__}, which has no labels. Write la.fit(x, y), or (x, y) for data to "
+            "tune with; or give a DataLoader or another iterable of batches."
+        )
+    if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
         raise InputError(
             f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
         )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise InputError(f"a {type(loader).__name__} gives single examples. Write DataLoader(dataset, batch_size=128).")
-    if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+    if isinstance(loader, list) and is_pair(tuple(loader)):
         raise InputError(
-            f"the loader is a {type(loader).__name__} of 2 tensors, as a batch is. Write [(x, y)] for all "
-            "data in one batch, or DataLoader(TensorDataset(x, y), batch_size=128)."
+            "the loader is a list of 2 arrays or tensors, as a batch is. Write [(x, y)] for all data in one batch, or "
+            "the tuple (x, y) to have it cut into batches."
         )
+    if is_pair(loader):
+        loader = ArrayBatches(*loader)
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
         found = split(batch, keys, index, model)
@@ -349,16 +367,17 @@ def prediction_batches(
     The batches of a loader may be `x`, `(x,)`, `(x, y)`, `(x, y, weights)` or mappings. Each comes with its name for
     error messages: `what` and its number, or nothing if `x` is not a loader.
     """
-    if isinstance(x, (Tensor, Mapping, tuple)):
+    x = dataloader_of(x, "predict")
+    if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x):
         yield "", Inputs(x, kwargs, keys)
         return
-    if not isinstance(x, Iterable) or hasattr(x, "__array__"):
-        hint = " Write torch.as_tensor(x)." if hasattr(x, "__array__") else ""
+    if not isinstance(x, Iterable):
         raise InputError(
-            f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed.{hint}"
+            f"x is a {type(x).__name__}; a tensor, an array, a DataFrame, a mapping, a tuple of inputs or a DataLoader "
+            "is needed."
         )
     for index, batch in enumerate(_bar(x, progress, "predict")):
-        one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given)
+        one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given) and not is_array(batch)
         yield f"{what} {index}", Inputs(batch[0] if one else batch, kwargs, keys)
 
 

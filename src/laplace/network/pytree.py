@@ -19,15 +19,20 @@ def tensors_in(value: object) -> list[Tensor]:
 
 def map_tensors(value: Any, f: Callable[[Tensor], Tensor]) -> Any:
     """Return the value with f applied to every tensor. The value itself is not changed."""
-    if isinstance(value, Tensor):
+    return map_leaves(value, lambda leaf: isinstance(leaf, Tensor), f)
+
+
+def map_leaves(value: Any, chosen: Callable[[Any], bool], f: Callable[[Any], Any]) -> Any:
+    """Return the value with f applied to everything in it that is `chosen`. The value itself is not changed."""
+    if chosen(value):
         return f(value)
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(item, f) for item in value]
+        items = [map_leaves(item, chosen, f) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_dataclass(value):
-        return _map_fields(value, f)
+        return _map_fields(value, chosen, f)
     if isinstance(value, Mapping):
-        entries = {key: map_tensors(item, f) for key, item in value.items()}
+        entries = {key: map_leaves(item, chosen, f) for key, item in value.items()}
         if type(value) is dict or not isinstance(value, (dict, UserDict)):
             return entries  # a copy of an unknown mapping may share its entries
         same = copy.copy(value)  # a BatchEncoding stays one
@@ -49,11 +54,11 @@ def _items(value: Any) -> Any:
     return value.values() if isinstance(value, Mapping) else ()
 
 
-def _map_fields(value: Any, f: Callable[[Tensor], Tensor]) -> Any:
+def _map_fields(value: Any, chosen: Callable[[Any], bool], f: Callable[[Any], Any]) -> Any:
     same = copy.copy(value)
     put = object.__setattr__ if value.__dataclass_params__.frozen else setattr
     for name in value.__dataclass_fields__:
-        put(same, name, map_tensors(getattr(value, name), f))
+        put(same, name, map_leaves(getattr(value, name), chosen, f))
     return same
 
 
