@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace.checks import flag, shown
 from laplace.errors import InputError, UnsupportedError
+from laplace.inference.coverage import Coverage, coverage_of
 from laplace.inference.source import Fitted
 from laplace.linalg.autocast import plain, plainly
 from laplace.linalg.symmetric import Clipped
@@ -57,6 +58,20 @@ def n_layers(la: Fitted) -> int:
 def n_data(la: Fitted) -> int:
     """Return the number of training examples."""
     return la.posterior.fit.n_data
+
+
+def n_outputs(la: Fitted) -> int:
+    """Return the number of outputs, C."""
+    return la.posterior.fit.n_outputs
+
+
+def coverage(la: Fitted) -> Coverage:
+    """Return a table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes.
+
+    Raises:
+        NotFittedError: before `fit`.
+    """
+    return coverage_of(la.posterior.fit, la.runner.plan)
 
 
 def loss(la: Fitted) -> float:
