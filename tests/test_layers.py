@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("checkpoints",),
     ("laplace",),
     ("online", "preview", "comparison", "layers", "testing"),
+    ("integrations",),
     ("compat",),
     ("utils",),
     ("__init__",),

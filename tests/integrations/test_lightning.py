@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -76,10 +74,10 @@ class Data(LightningDataModule):
         return [loader, loader] if self.several else loader
 
     def val_dataloader(self):
-        return DataLoader(self.parts[1], 16)
+        return DataLoader(self.parts[1], batch_size=16)
 
     def predict_dataloader(self):
-        return DataLoader(self.parts[1], 7)
+        return DataLoader(self.parts[1], batch_size=7)
 
 
 def trainer(tmp_path, *callbacks, **options):
@@ -193,16 +191,3 @@ def test_bad_use_is_said(tmp_path):
         warnings.simplefilter("ignore")
         with pytest.raises(InputError, match=r"LightningDataModule.train_dataloader\(\) failed"):
             Laplace(Classifier().net, "classification").fit(LightningDataModule())
-
-
-def test_a_missing_package_names_its_extra():
-    code = (
-        "import sys\n"
-        "for name in ('lightning', 'pytorch_lightning', 'sklearn'): sys.modules[name] = None\n"
-        "for module in ('lightning', 'sklearn'):\n"
-        "    try: __import__(f'laplace.integrations.{module}')\n"
-        "    except ImportError as error: print(error)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "laplace-redux[lightning]" in run.stdout
-    assert "laplace-redux[sklearn]" in run.stdout

@@ -18,7 +18,6 @@ from laplace.checks import flag, path_of, shown
 from laplace.errors import InputError, NotFittedError, OptionError
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
-from laplace.network.loaders import dataloader_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -100,9 +99,7 @@ class LaplaceCallback(Callback):
             pl_module: The trained LightningModule.
         """
         la = Laplace(self._network(pl_module), self.likelihood, **self.laplace_options)
-        la.fit(
-            _one(dataloader_of(getattr(trainer, "datamodule", None), "train") or trainer.train_dataloader, "training")
-        )
+        la.fit(_one(trainer.train_dataloader, "training"))
         if self.tune is not None:
             self.tuned = la.tune(method=self.tune)
         validation = trainer.val_dataloaders if self.calibrate else None

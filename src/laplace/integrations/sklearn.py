@@ -50,8 +50,8 @@ class _LaplaceEstimator(BaseEstimator):
         *,
         train: bool = True,
         hidden_sizes: Sequence[int] = (50,),
-        max_epochs: int = 200,
-        batch_size: int = 128,
+        max_epochs: int = 100,
+        batch_size: int = 32,
         learning_rate: float = 1e-2,
         weight_decay: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
@@ -95,13 +95,15 @@ class _LaplaceEstimator(BaseEstimator):
         if share:
             counts = np.unique(y, return_counts=True)[1] if classes else np.array([2])
             stratify = y if classes and counts.min() > 1 and share * len(y) >= len(counts) else None
-            x, x_val, y, y_val = train_test_split(x, y, test_size=share, random_state=rng, stratify=stratify)
-            held_out = x_val, y_val
+            parts: Any = train_test_split(x, y, test_size=share, random_state=rng, stratify=stratify)
+            x, y, held_out = parts[0], parts[2], (parts[1], parts[3])
         seed = int(rng.randint(2**31 - 1))
         self.module_ = self._network(x, y, n_outputs, seed)
         options = {"prior_precision": self.prior_precision, **(self.laplace_options or {})}
         la = Laplace(self.module_, self._task, self.subset_of_weights, self.hessian_structure, **options)
         la.fit(x, y=y, batch_size=self.batch_size, generator=torch.Generator().manual_seed(seed))
+        if la.n_outputs != n_outputs:
+            raise OptionError(f"the network has {la.n_outputs} outputs; y needs {n_outputs}.")
         if self.tune is not None:
             la.tune(method=self.tune)
         if held_out is not None:
@@ -113,10 +115,8 @@ class _LaplaceEstimator(BaseEstimator):
         """Return the trained network, in eval mode."""
         if not flag(self.train, "train"):
             if not isinstance(self.module, nn.Module):
-                raise OptionError(
-                    f"train=False needs module= to be a trained torch.nn.Module; got {shown(self.module)}."
-                )
-            return self.module.eval()
+                raise OptionError(f"train=False needs module= a trained torch.nn.Module; got {shown(self.module)}.")
+            return self.module
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if _is_skorch(self.module):
@@ -129,10 +129,11 @@ class _LaplaceEstimator(BaseEstimator):
             model = model if self.device is None else model.to(self.device)
             weight, dtype = next(model.parameters(), None), dtype_of(model)
             where = torch.device("cpu") if weight is None else weight.device
-            labels = torch.from_numpy(y).to(where)
+            labels, inputs = torch.from_numpy(y).to(where), torch.from_numpy(x).to(where, dtype)
+            _require_outputs(model, inputs[:2], n_outputs)
             train(
                 model,
-                torch.from_numpy(x).to(where, dtype),
+                inputs,
                 labels if y.dtype.kind in "iu" else labels.to(dtype),
                 self._loss(),
                 self.optimizer(
@@ -214,11 +215,6 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         """
         x = self._checked(X)
         p = np.asarray(self.laplace_.predict(x, n_samples=2), dtype=np.float64)
-        if p.shape != (len(x), len(self.classes_)):
-            raise OptionError(
-                f"the network's outputs have shape {p.shape}; one logit for each of {len(self.classes_)} classes is "
-                "needed."
-            )
         return p / p.sum(1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:  # (N,)
@@ -277,8 +273,8 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         *,
         train: bool = True,
         hidden_sizes: Sequence[int] = (50,),
-        max_epochs: int = 200,
-        batch_size: int = 128,
+        max_epochs: int = 100,
+        batch_size: int = 32,
         learning_rate: float = 1e-2,
         weight_decay: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
@@ -383,6 +379,20 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
 def _validated(estimator: Any, *data: Any, **options: Any) -> Any:
     """Return X, or X and y, as arrays after scikit-learn's checks. Images and sequences may have more dimensions."""
     return validate_data(estimator, *data, dtype=np.float64, allow_nd=True, **options)
+
+
+def _require_outputs(model: nn.Module, few: Tensor, n_outputs: int) -> None:
+    """Refuse a network whose outputs have another shape than (N, n_outputs), before it is trained."""
+    training = model.training
+    with torch.no_grad():
+        found = model.eval()(few)
+    model.train(training)
+    if not isinstance(found, Tensor) or found.shape != (len(few), n_outputs):
+        came = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise OptionError(
+            f"the network gives {came} for {len(few)} examples; ({len(few)}, {n_outputs}) is needed: a logit for each "
+            "class, or a number for each target."
+        )
 
 
 def _is_skorch(module: Any) -> bool:

@@ -4,7 +4,7 @@ A batch of training data is a pair `(x, y)`, or a mapping that holds the labels 
 of their positions, are a third element, or stand under the key `weights`. `x` is a tensor, a tuple of tensors (several
 inputs, passed by position), or a mapping. A mapping is passed as keyword arguments if the network's `forward` names its
 keys (Hugging Face), and otherwise as one positional argument. Its key `mask` says which labels count, unless the
-network itself reads it.
+network itself reads it. A batch may also be graphs of PyTorch Geometric with their labels in `y`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from laplace.checks import shown
 from laplace.errors import InputError, LaplaceError, ModelError, OptionError
 from laplace.linalg.autocast import as_called
 from laplace.network.arrays import as_tensors, dtype_of, is_array
+from laplace.network.graphs import arguments_of, is_graph, labels_in
 from laplace.network.loaders import ArrayBatches, dataloader_of, is_pair
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
@@ -127,6 +128,8 @@ class Inputs:
     @property
     def size(self) -> int | None:
         """Return the number of examples, or None if the examples' tensors differ in their leading size."""
+        if is_graph(self.x):  # cannot be cut by rows
+            return None
         own = tensors_in(self.x)
         if self.shared:
             own = [t for i, t in enumerate(self.tensors()) if i not in self.shared]
@@ -234,6 +237,8 @@ class Inputs:
             return model(*args, **named, **self.kwargs, **labels)
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_graph(self.x):
+            return arguments_of(model, self.x)
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
             return (), _read(model, self.x, self.keys)
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
@@ -263,7 +268,9 @@ class Batch:
 
 def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
     """Split the `index`-th batch of a loader into inputs, labels and what else is given."""
-    if isinstance(batch, Mapping):
+    if is_graph(batch):
+        x, (y, given) = batch, labels_in(batch, index, keys.given)
+    elif isinstance(batch, Mapping):
         if keys.y not in batch:
             raise InputError(
                 f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
@@ -368,7 +375,7 @@ def prediction_batches(
     error messages: `what` and its number, or nothing if `x` is not a loader.
     """
     x = dataloader_of(x, "predict")
-    if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x):
+    if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x) or is_graph(x):
         yield "", Inputs(x, kwargs, keys)
         return
     if not isinstance(x, Iterable):
@@ -390,6 +397,8 @@ def described(x: Any, kwargs: Mapping[str, Any]) -> str:
     """Describe in words what a network was called with."""
     if isinstance(x, Tensor):
         text = f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    elif is_graph(x):
+        text = f"graphs {x}"
     elif isinstance(x, Mapping):
         text = "a mapping of " + ", ".join(f"{k}: {described(v, {})}" for k, v in list(x.items())[:4])
     elif isinstance(x, (tuple, list)):

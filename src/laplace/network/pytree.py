@@ -1,4 +1,4 @@
-"""Find and replace tensors inside nested values: tuples, lists, mappings and dataclasses, which keep their types."""
+"""Find and replace tensors in tuples, lists, mappings, dataclasses and graphs, nested in any way, of any type."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+
+from laplace.network.graphs import is_graph, map_graph, tensors_of
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -26,6 +28,8 @@ def map_leaves(value: Any, chosen: Callable[[Any], bool], f: Callable[[Any], Any
     """Return the value with f applied to everything in it that is `chosen`. The value itself is not changed."""
     if chosen(value):
         return f(value)
+    if is_graph(value):
+        return map_graph(value, lambda t: f(t) if chosen(t) else t)
     if isinstance(value, (tuple, list)):
         items = [map_leaves(item, chosen, f) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -47,6 +51,8 @@ def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _items(value: Any) -> Any:
+    if is_graph(value):
+        return tensors_of(value)
     if isinstance(value, (tuple, list)):
         return value
     if _is_dataclass(value):
