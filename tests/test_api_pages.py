@@ -24,6 +24,8 @@ ROOMS = (
     "curvature",
     "errors",
     "evaluation",
+    "integrations.lightning",
+    "integrations.sklearn",
     "layers",
     "likelihoods",
     "priors",
@@ -74,6 +76,8 @@ def members(cls: type) -> Iterator[tuple[str, list[type], Any]]:
         ours = [c for c in ours if c in (Structure, Pass)]
     for name in sorted({name for c in ours for name in [*vars(c), *inspect.get_annotations(c)] if name[0] != "_"}):
         having = [c for c in ours if name in vars(c)]
+        if re.fullmatch(r"set_\w+_request", name):  # which scikit-learn adds to every estimator
+            continue
         yield name, having, vars(having[0])[name] if having else None
 
 

@@ -92,10 +92,14 @@ def trainer(tmp_path, *callbacks, **options):
     )
 
 
-@pytest.mark.parametrize("module", [None, "net"])
-def test_the_callback_gives_what_the_calls_give(module, tmp_path):
+class Unvalidated(Classifier):
+    validation_step = LightningModule.validation_step
+
+
+@pytest.mark.parametrize(("kind", "module"), [(Classifier, None), (Classifier, "net"), (Unvalidated, "net")])
+def test_the_callback_gives_what_the_calls_give(kind, module, tmp_path):
     callback = LaplaceCallback("classification", module=module, path=tmp_path / "la.safetensors")
-    lit, datamodule = Classifier(), Data()
+    lit, datamodule = kind(), Data()
     with pytest.raises(NotFittedError, match="when training ends"):
         _ = callback.laplace
     trainer(tmp_path, callback).fit(lit, datamodule=datamodule)

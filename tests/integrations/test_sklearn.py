@@ -115,7 +115,9 @@ def test_a_trained_module_is_taken_as_it_is(iris):
 
 def test_skorch_nets_are_trained_by_themselves(iris, diabetes):
     x, new, y, labels = iris
-    net = NeuralNetClassifier(Net, criterion=nn.CrossEntropyLoss, max_epochs=60, lr=0.1, batch_size=16, train_split=None, verbose=0)
+    net = NeuralNetClassifier(
+        Net, criterion=nn.CrossEntropyLoss, max_epochs=60, lr=0.1, batch_size=16, train_split=None, verbose=0
+    )
     found = LaplaceClassifier(net, random_state=0).fit(x, y)
     assert found.score(new, labels) > 0.85
     assert not hasattr(net, "module_")

@@ -18,9 +18,10 @@ from laplace.checks import flag, path_of, shown
 from laplace.errors import InputError, NotFittedError, OptionError
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
+from laplace.network.loaders import dataloader_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
     from laplace.predictive.prediction import Prediction
     from laplace.predictive.reshape import PredictionAtPositions
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 else:
     try:  # the two packages have classes of their own, which do not mix: take the one that is in use
         if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
-            from pytorch_lightning import Callback, LightningModule, Trainer
+            from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
         else:
-            from lightning.pytorch import Callback, LightningModule, Trainer
+            from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     except ImportError as error:
         raise ImportError(
             "laplace.integrations.lightning needs Lightning: pip install 'laplace-redux[lightning]'"
@@ -102,8 +103,8 @@ class LaplaceCallback(Callback):
         la.fit(_one(trainer.train_dataloader, "training"))
         if self.tune is not None:
             self.tuned = la.tune(method=self.tune)
-        validation = trainer.val_dataloaders if self.calibrate else None
-        if validation:
+        validation = _validation_data(trainer) if self.calibrate else None
+        if validation is not None:
             self.calibrated = la.calibrate(_one(validation, "validation"))
         if self.path is not None and trainer.is_global_zero:
             la.save(self.path)
@@ -165,6 +166,17 @@ class LaplaceModule(LightningModule):
             dataloader_idx: Not used.
         """
         return self.la.predict([batch], **self.options)
+
+
+def _validation_data(trainer: Trainer) -> Any:
+    """Return the Trainer's validation data, or None. A DataModule's is read even if there is no validation_step."""
+    if trainer.limit_val_batches == 0:
+        return None
+    data = getattr(trainer, "datamodule", None)
+    own = getattr(type(data), "val_dataloader", None)
+    if trainer.val_dataloaders or own in (None, LightningDataModule.val_dataloader):
+        return trainer.val_dataloaders or None
+    return dataloader_of(data, "val")
 
 
 def _one(loader: Any, what: str) -> Any:
