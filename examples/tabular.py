@@ -1,7 +1,7 @@
 """Tables: a scikit-learn estimator that knows how sure it is, beside the network that it holds.
 
-Three sets that come with scikit-learn: diabetes (regression, 442 rows), breast cancer (two classes, 569 rows) and digits
-(ten classes, 1,797 rows). Half of the rows train, the other half tests; each set is split several times.
+Three sets that come with scikit-learn: diabetes (regression, 442 rows), breast cancer (two classes, 569 rows) and
+digits (ten classes, 1,797 rows). Half of the rows train, the other half tests; each set is split several times.
 
     python examples/tabular.py [--quick]
 """
