@@ -42,7 +42,7 @@ def test_a_file_with_an_estimator_loads_with_it(tmp_path):
     la.save(tmp_path / "mine")
     again = Laplace.load(tmp_path / "mine", model, curvature=Halved())
     assert torch.equal(again(x), la(x))
-    with pytest.raises(CheckpointError, match="needs your own curvature, 'halved'.*curvature="):
+    with pytest.raises(CheckpointError, match=r"needs your own curvature, 'halved'.*curvature="):
         Laplace.load(tmp_path / "mine", model)
     with pytest.raises(CheckpointError, match="has the curvature 'halved' of 1 vectors; curvature= is 'sketch' of 4"):
         Laplace.load(tmp_path / "mine", model, curvature=Sketch(4))

@@ -22,7 +22,7 @@ from laplace.network import digests
 from laplace.network.batches import device_of
 from laplace.network.pytree import map_tensors
 from laplace.posterior.posterior import Fit
-from laplace.priors import Prior
+from laplace.priors import PRIORS, Prior
 from laplace.priors.custom import Custom
 from laplace.spec import STRUCTURE_OPTIONS, refuse_unknown_keywords, structure_named
 from laplace.structures import STRUCTURES, Structure
@@ -93,7 +93,8 @@ def load(
         path: the file.
         model: the network, with the weights at which the posterior was fitted.
         likelihood: one of your own, if it was fitted with one.
-        prior: one of `from_log_density`, if it was fitted with one; its hyperparameters are taken from the file.
+        prior: one of `from_log_density` or of a class of your own, if it was fitted with one; its hyperparameters are
+            taken from the file.
         hessian_structure: one of your own, if it was fitted with one.
         subset_of_weights: one of your own, if it was fitted with one.
         curvature: one of your own, if it was fitted with one.
@@ -279,13 +280,18 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
 
 
 def _own_prior(state: Mapping[str, Any], given: Prior, path: Any) -> Prior:
-    """Return the given prior if the file has one of that name."""
+    """Return the given prior if the file has one of that name, whose code files do not hold."""
+    if not isinstance(given, Prior):
+        raise OptionError(f"prior={shown(given)} must be the prior itself, as in MyPrior(scale=1.0).")
     told = state.get(PRIOR, {})
-    if not isinstance(given, Custom) or told.get("called") != given.called:
-        there = f"from_log_density({told['called']})" if "called" in told else "with all of its values"
+    own = told.get("kind") == given.name and given.name not in PRIORS
+    if not own or (isinstance(given, Custom) and told.get("called") != given.called):
+        called = f"from_log_density({told['called']})" if "called" in told else f"{told.get('kind')!r}"
+        there = "with all of its values" if told.get("kind", "gaussian") in {*PRIORS, "gaussian"} else called
         raise CheckpointError(
-            f"{str(path)!r} has its prior {there}, but prior= is {given!r}. prior= is only for priors of "
-            "from_log_density. Leave it out for others, and set la.prior afterwards to change it."
+            f"{str(path)!r} has its prior {there}, but prior= is {given!r}. prior= is only for priors whose code is "
+            "yours: from_log_density, or a class of your own. Leave it out for others, and set la.prior afterwards to "
+            "change it."
         )
     return given
 

@@ -252,10 +252,15 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
     told = state[PRIOR]
     if not isinstance(told, Mapping) or not isinstance(kind := told.get("kind"), str):
         raise InputError("the state is damaged: its prior has no kind.")
-    if kind != Custom.name:
-        if kind not in PRIORS:
-            raise InputError(f"the state is damaged: its prior is {kind!r}; known are {', '.join(map(repr, PRIORS))}.")
+    if kind in PRIORS:
         return PRIORS[kind].from_state(told, layout)
+    if kind != Custom.name:
+        if given.name != kind:
+            raise InputError(
+                f"the state has your own prior {kind!r}, and states hold no code. Give one of its class: "
+                f"Laplace(..., prior=), or Laplace.load(..., prior=). Known are {', '.join(map(repr, PRIORS))}."
+            )
+        return given.from_state(told, layout)
     if not isinstance(given, Custom) or given.called != told["called"]:
         raise InputError(
             f"the state has your own prior, from_log_density({told['called']}), and states hold no code. Give the "

@@ -181,13 +181,16 @@ class Problem:
         return found
 
     def tuned(self, method: str, steps: int | None = None, converged: bool | None = None) -> Tuned:
-        """Return the best of all points that `losses` has seen."""
+        """Return the best of all points that `losses` has seen, with their log evidence where that was maximised."""
         finite = [pair for pair in self._seen if math.isfinite(pair[1])]
         if not finite:
             raise OptionError(f"method {method!r} has seen no point with a finite score: call problem.losses([x]).")
-        best = Point.of(self.space.at(min(finite, key=lambda pair: pair[1])[0]), min(score for _, score in finite))
-        points = tuple(Point.of(self.space.at(x), score) for x, score in self._seen)
-        return Tuned(method, best, points, len(points) if steps is None else steps, len(points), converged=converged)
+        by_evidence = self.scoring.val_loader is None
+        sign = -1 if by_evidence else 1
+        points = tuple(Point.of(self.space.at(x), sign * loss) for x, loss in self._seen)
+        best = points[min(range(len(points)), key=lambda i: (not math.isfinite(self._seen[i][1]), self._seen[i][1]))]
+        steps = len(points) if steps is None else steps
+        return Tuned(method, best, points, steps, len(points), converged=converged, by_evidence=by_evidence)
 
     def search(self, grid_size: int, left_out: bool = False) -> Search:
         """Return a search over grids of `grid_size` values within `bounds`, by validation or leave-one-out scores."""
@@ -229,13 +232,13 @@ def how_scored(
     n_samples: int,
     loss: Any,
     ood_weight: float = 0.5,
-    trusted: bool = True,
+    as_in_paper: bool = False,
 ) -> How:
     """Return how predictions are made and scored, checked before the network runs.
 
-    If no link is given, predictions are those of `la.predict`, or of `la(x)` if not `trusted`.
+    If no link is given, predictions are those of `la.predict`, or of `la(x)` if `as_in_paper`.
     """
-    link, own = la.runner.spec.likelihood.link_of(link_approx, trusted)
+    link, own = la.runner.spec.likelihood.link_of(link_approx, as_in_paper)
     kind = pred_type_named(pred_type, la.runner.spec.structure.functional)
     draws = whole_number(n_samples, "n_samples", 2)
     how = How(kind, link, draws, loss, ood_weight, own, la.softmax_temperature)
