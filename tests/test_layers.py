@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("checkpoints",),
     ("laplace",),
     ("online", "preview", "comparison", "layers", "testing"),
+    ("integrations",),
     ("compat",),
     ("integrations",),
     ("utils", "baselaplace", "lllaplace", "subnetlaplace", "marglik_training"),  # where laplace-torch has its names
