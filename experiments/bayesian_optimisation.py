@@ -171,7 +171,7 @@ def draw(rows: dict[str, dict], seeds: int) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if name == next(iter(FUNCTIONS)):
             axes.set_ylabel("simple regret")
-            axes.legend(frameon=False, fontsize=8)
+            figure.legend(loc="outside lower center", ncols=len(METHODS), frameon=False)
     figure.savefig(FIGURE, dpi=150)
 
 

@@ -28,6 +28,8 @@ ROOMS = (
     "evaluation",
     "integrations.huggingface",
     "integrations.botorch",
+    "integrations.lightning",
+    "integrations.sklearn",
     "layers",
     "likelihoods",
     "priors",
@@ -79,6 +81,8 @@ def members(cls: type) -> Iterator[tuple[str, list[type], Any]]:
     for name in sorted({name for c in ours for name in [*vars(c), *inspect.get_annotations(c)] if name[0] != "_"}):
         having = [c for c in ours if name in vars(c)]
         value = vars(having[0])[name] if having else None
+        if re.fullmatch(r"set_\w+_request", name):  # which scikit-learn adds to every estimator
+            continue
         if not isinstance(value, Enum):  # compat sets the members of its enum on `Likelihood`; they are on its page
             yield name, having, value
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("clinc150", "counts", "lora", "preferences", "resnet", "segmentation", "transformer")
+NAMES = ("clinc150", "counts", "lora", "preferences", "resnet", "segmentation", "tabular", "transformer")
 
 
 def run(name: str, *args: Any) -> Any:
@@ -144,3 +144,13 @@ def test_preferences_between_far_options_are_less_sure_and_what_rewards_share_ca
     assert (found["loss_after"] < found["loss_before"])[1:].all()  # beyond what was compared
     assert found["after"].argmin() == len(found["after"]) - 1
     assert found["together"] < 0.5 * found["independent"]
+
+
+def test_a_table_is_better_predicted_with_a_posterior():
+    rows = run("tabular")
+    for scores in rows.values():
+        assert_finite(scores)
+        assert scores["last layer"]["nll"] < scores["network"]["nll"] + 0.01
+    assert rows["diabetes"]["last layer"]["nll"] < rows["diabetes"]["network"]["nll"]
+    held = {name: row["covered"] for name, row in rows["diabetes"].items()}
+    assert held["network"] < held["last layer"]

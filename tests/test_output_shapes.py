@@ -522,7 +522,7 @@ def test_bad_shapes_are_said():
     for given, says in [
         ({"mask": torch.ones(6)}, r"mask has shape \(6,\); it must be \(6, 5\)"),
         ({"mask": 2 * torch.ones(6, 5)}, "the mask must hold true and false.*`weights`"),
-        ({"mask": [1, 0]}, "the mask of batch 0 is a list"),
+        ({"mask": {"a": 1}}, "the mask of batch 0 is a dict"),
         ({"weights": torch.ones(6, 4)}, r"weights have shape \(6, 4\).*need \(6,\).*or \(6, 5\)"),
         ({"weights": -torch.ones(6, 5)}, "the weights hold negative"),
     ]:

@@ -59,8 +59,6 @@ class SmallNetwork(nn.Module):
 class StandIn(ModuleType):
     """A module in which every name is there."""
 
-    __path__ = ()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -80,7 +78,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Return the empty module."""
-        return StandIn(spec.name)
+        module = StandIn(spec.name)
+        module.__path__ = []
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: there is no code."""

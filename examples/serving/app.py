@@ -121,7 +121,10 @@ def main() -> None:
     parser.add_argument("--link", default="probit")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", options.port)) as listening:
+    tcp = socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP  # asyncio sends at once if it knows that it is TCP
+    with tempfile.TemporaryDirectory() as folder, socket.socket(*tcp) as listening:
+        listening.bind(("127.0.0.1", options.port))
+        listening.listen()
         write(Path(folder), options.steps, options.link)
         config = uvicorn.Config(load(Path(folder)), log_level="warning")
         uvicorn.Server(config).run(sockets=[listening])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,7 +21,7 @@ from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
 from laplace.checks import flag
 from laplace.curvature import Estimator
-from laplace.errors import InputError, OptionError
+from laplace.errors import OptionError
 from laplace.inference import continual, inspection, options
 from laplace.inference import predict as predicting
 from laplace.inference import values as holding
@@ -32,7 +32,7 @@ from laplace.inference.summary import summary
 from laplace.inference.values import Values
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
-from laplace.network.loaders import loader_of
+from laplace.network.loaders import training_data
 from laplace.network.replica import require_values
 from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
@@ -230,10 +230,11 @@ class Laplace:
     @plainly
     def fit(
         self,
-        train_loader: Iterable[Any],
-        override: bool = True,
+        train_loader: Any,
+        override: Any = True,
         progress_bar: bool = False,
         *,
+        y: Any = None,
         generator: torch.Generator | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 100,
@@ -246,16 +247,19 @@ class Laplace:
 
         Args:
             train_loader: batches, read once or as often as the structure needs: pairs `(x, y)`, or `(x, y, weights)`
-                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator. Or a
-                dataset of single examples, or a `transformers.Trainer`, whose training data is read in order.
-            override: False adds the data to what was seen before.
+                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator. Or the
+                inputs of all data, as arrays, DataFrames or tensors, with labels beside them: `la.fit(x, y)`. Or a
+                dataset of single examples, a Lightning DataModule, or a `transformers.Trainer`, whose training data is
+                read in order.
+            override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
             progress_bar: whether one is shown.
+            y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
             generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
             checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
                 there, and removes it.
             every: how many batches apart that is.
             collate_fn: of a dataset, makes a batch of a list of examples, as a data collator of transformers does.
-            batch_size: of a dataset, examples in a batch; 32 if left out.
+            batch_size: of a dataset or of `la.fit(x, y)`, examples in a batch; 32 or 128 if left out.
 
         Returns:
             The object itself.
@@ -267,9 +271,7 @@ class Laplace:
             UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
         """
-        if isinstance(train_loader, Tensor) and isinstance(override, Tensor):
-            raise InputError("la.fit(x, y) takes batches, not inputs and labels. Write la.fit([(x, y)]).")
-        train_loader = loader_of(train_loader, collate_fn, batch_size)
+        train_loader, override = training_data(train_loader, override, y, batch_size, collate_fn)
         before = None if flag(override, "override") else self.values.fit
         journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)
         fit = sums_of(

@@ -156,7 +156,7 @@ def test_a_dataset_of_tensors_needs_no_collator():
     ("data", "options", "says"),
     [
         (DataLoader(examples(), collate_fn=padded), {"collate_fn": padded}, "a DataLoader makes its batches itself"),
-        ([padded(examples())], {"batch_size": 4}, "batch_size= is for a dataset of single examples; a list"),
+        ([padded(examples())], {"batch_size": 4}, "batch_size= is for a dataset of single examples.*; a list"),
         (examples(), {"collate_fn": "pad"}, "collate_fn='pad' must be a function"),
         (examples(), {"collate_fn": padded, "batch_size": 0}, "batch_size=0"),
     ],

@@ -61,11 +61,20 @@ WAYS = {"compile": compiled, "export": exported, "trace": traced, "onnx": in_onn
 def case(likelihood: Any, structure: str, link: str | None, outputs: tuple[str, ...], dtype: torch.dtype):
     torch.manual_seed(0)
     kind = likelihood if isinstance(likelihood, str) else likelihood.name
-    sizes = {"classification": 3, "regression": 2, "binary": 1, "poisson": 2, "heteroscedastic": 4, "ordinal": 1}
+    sizes = {
+        "classification": 3,
+        "regression": 2,
+        "binary": 1,
+        "multilabel": 3,
+        "poisson": 2,
+        "heteroscedastic": 4,
+        "ordinal": 1,
+    }
     labels = {
         "classification": torch.randint(3, (23,)),
         "regression": torch.randn(23, 2),
         "binary": torch.randint(2, (23,)),
+        "multilabel": torch.randint(2, (23, 3)),
         "poisson": torch.randint(5, (23, 2)),
         "heteroscedastic": torch.randn(23, 2),
         "ordinal": torch.randint(4, (23,)),
@@ -128,12 +137,13 @@ def test_every_structure_with_the_parts_of_the_entropy(structure, way):
     [
         ("binary", "probit", ALL),
         ("binary", "mc", MEAN),
+        ("multilabel", "probit", ALL),
         ("binary", "quadrature", MEAN),
         ("poisson", "exact", ALL),
         ("heteroscedastic", None, ALL),
         (Ordinal(4), "probit", ALL),
     ],
-    ids=["probit", "mc", "quadrature", "poisson", "heteroscedastic", "ordinal"],
+    ids=["probit", "mc", "multilabel", "quadrature", "poisson", "heteroscedastic", "ordinal"],
 )
 def test_other_likelihoods(likelihood, link, outputs, way):
     if way == "onnx" and link == "quadrature":
@@ -185,7 +195,8 @@ def test_an_onnx_file_has_named_inputs_and_outputs(tmp_path):
 @pytest.mark.slow
 def test_what_onnx_does_not_have_is_said(tmp_path):
     model, x, y = nn.Linear(4, 40), torch.randn(50, 4), torch.randint(40, (50,))  # a Cholesky factor of 40 rows
-    module = Laplace(model.eval(), "classification").fit([(x, y)]).module("mc", "mean")
+    module = Laplace(model.eval(), "classification").fit([(x, y)]).module("mc", ("mean",))
+    assert_recorded("export", module, x, 1e-6)
     with pytest.raises(UnsupportedError, match="up to 32 classes"):
         module.to_onnx(tmp_path / "served.onnx", x[:4])
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from laplace.checkpoints import posteriors as files
 from laplace.compat import attributes
 from laplace.compat.feature_extractor import FeatureExtractor
 from laplace.compat.kept_factors import factors_of, precision_of
 from laplace.compat.matrix import Kron, KronDecomposed
 from laplace.errors import OptionError
+from laplace.inference import inspection
+from laplace.inference import values as holding
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.spec import refuse_unknown_keywords
@@ -131,25 +134,24 @@ class BaseLaplace(Laplace, metaclass=Combination):
     @classmethod
     def load(cls, *args: Any, **options: Any) -> Any:
         """Return the posterior that `save` wrote, as an object of this class; see `Laplace.load`."""
-        found = Laplace.load(*args, **options)
+        found = files.load(cast(Any, Laplace), *args, **options)
         out = cls.__new__(cls)
-        out.__dict__.update(found.__dict__)
+        vars(out).update(vars(found))
         return out
 
     @property
     def prior_precision(self) -> Tensor:  # type: ignore[override]
         """The prior precision, (1,), one per parameter tensor or one per weight."""
-        found = Laplace.prior_precision.__get__(self, type(self))
-        return found.reshape(-1)
+        return holding.prior_precision(self).reshape(-1)
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        Laplace.prior_precision.__set__(self, value)
+        holding.set_prior_precision(self, value)
 
     @property
     def loss(self) -> Tensor:  # type: ignore[override]
         """The training loss as a tensor, 0 before `fit`."""
-        value = Laplace.loss.__get__(self, type(self)) if self.is_fitted else 0.0
+        value = inspection.loss(self) if self.is_fitted else 0.0
         return torch.tensor(value, dtype=attributes.dtype(self), device=attributes.device(self))
 
     def log_marginal_likelihood(self, *args: Any, **options: Any) -> Tensor:
@@ -160,23 +162,29 @@ class BaseLaplace(Laplace, metaclass=Combination):
     def n_params(self) -> int:  # type: ignore[override]
         """The number of weights."""
         if self.is_fitted:
-            return Laplace.n_params.__get__(self, type(self))
+            return inspection.n_params(self)
         return sum(p.numel() for p in attributes.params(self))
 
     @property
     def n_layers(self) -> int:  # type: ignore[override]
         """The number of parameter tensors."""
-        return Laplace.n_layers.__get__(self, type(self)) if self.is_fitted else len(attributes.params(self))
+        return inspection.n_layers(self) if self.is_fitted else len(attributes.params(self))
 
     @property
     def mean(self) -> Any:  # type: ignore[override]
         """The weights at which the posterior was fitted; before `fit`, the prior's mean."""
-        return Laplace.mean.__get__(self, type(self)) if self.is_fitted else self.prior_mean
+        return self._mean_of_weights() if self.is_fitted else self._mean_before_fit()
 
     @mean.setter
     def mean(self, value: Tensor) -> None:
         fit = self.posterior.fit
         self.values = replace(self.values, fit=replace(fit, mean=value.detach().clone().to(fit.mean)))
+
+    def _mean_of_weights(self) -> Tensor:
+        return inspection.mean(self)
+
+    def _mean_before_fit(self) -> Tensor | None:
+        return self.prior_mean
 
     def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
         """Return a prediction in the network's dtype; see `Laplace.__call__`. For classes, `joint` is not used."""
@@ -195,7 +203,7 @@ class ParametricLaplace(BaseLaplace):
     def H(self) -> Any:  # type: ignore[override]
         """The curvature at unit noise; zeros before `fit`."""
         if self.is_fitted:
-            found = Laplace.H.__get__(self, type(self))
+            found = inspection.H(self)
             return found if not isinstance(found, Tensor) else found.to(attributes.dtype(self))
         return self._empty_H()
 
@@ -264,6 +272,9 @@ class KronLaplace(ParametricLaplace):
         """The curvature at unit noise, a `KronDecomposed`; a `Kron` of zeros before `fit`."""
         if not self.is_fitted:
             return Kron.init_from_model(attributes.params(self), attributes.device(self), attributes.dtype(self))
+        return self._decomposed()
+
+    def _decomposed(self) -> KronDecomposed:
         factors = factors_of(self.posterior.fit)
         typed = Kron([[f.to(attributes.dtype(self)) for f in block] for block in factors.kfacs])
         return typed.decompose(damping=bool(self.damping))
@@ -296,15 +307,11 @@ class LLLaplace(ParametricLaplace):
     def n_params(self) -> Any:  # type: ignore[override]
         """The number of weights of the last layer; None until it is known."""
         if self.is_fitted:
-            return Laplace.n_params.__get__(self, type(self))
+            return inspection.n_params(self)
         layer = attributes.last_layer(self)
         return None if layer is None else sum(p.numel() for p in layer.parameters())
 
-    @property
-    def mean(self) -> Any:  # type: ignore[override]
-        """The weights at which the posterior was fitted; before `fit`, the prior's mean, or None."""
-        if self.is_fitted:
-            return Laplace.mean.__get__(self, type(self))
+    def _mean_before_fit(self) -> Tensor | None:
         return None if self.n_params is None else self.prior_mean
 
     def _empty_H(self) -> Any:
@@ -333,7 +340,7 @@ class KronLLLaplace(LLLaplace, KronLaplace):
     def H(self) -> Any:  # type: ignore[override]
         """The curvature at unit noise, a `KronDecomposed`; before `fit`, a `Kron` of zeros, or None."""
         if self.is_fitted:
-            return KronLaplace.H.__get__(self, type(self))
+            return self._decomposed()
         layer = attributes.last_layer(self)
         if layer is None:
             return None
@@ -351,10 +358,8 @@ class SubnetLaplace(ParametricLaplace):
         """The number of all trainable weights; `n_params_subnet` counts those of the subnetwork."""
         return len(attributes.all_weights(self))
 
-    @property
-    def mean(self) -> Any:  # type: ignore[override]
-        """All trainable weights; `mean_subnet` has those of the subnetwork. Before `fit`, the prior's mean."""
-        return attributes.all_weights(self) if self.is_fitted else self.prior_mean
+    def _mean_of_weights(self) -> Tensor:
+        return attributes.all_weights(self)
 
     def sample(self, *args: Any, **options: Any) -> Tensor:
         """Draw weights, all of them: those outside the subnetwork are the mean's. See `Laplace.sample`."""

@@ -28,6 +28,7 @@ class FeatureExtractor(nn.Module):
     """
 
     last_layer: nn.Module | None
+    _last_layer_name: str | None
 
     def __init__(
         self,

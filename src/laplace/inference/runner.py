@@ -183,7 +183,7 @@ class Runner:
         self.notice_changes(fit)
         assert self.weights is not None
         engine = self.engine(self.weights, self.plan)
-        inputs = self.told_apart(inputs.to(device_of(self.model)))
+        inputs = self.told_apart(inputs.as_tensors(self.model).to(device_of(self.model)))
         if not engine.linear and any(t.shape[:1] == (0,) for t in tensors_in(inputs.x)):
             raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
         seen = 0  # number of examples in the parts before

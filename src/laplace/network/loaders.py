@@ -1,73 +1,119 @@
-"""Turn what holds training data into batches: a `transformers.Trainer`, a dataset with its collator, or a loader."""
+"""Make batches of what users have instead of a loader: whole arrays, a Lightning DataModule, a dataset, a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from laplace.checks import shown, whole_number
 from laplace.errors import InputError, OptionError
+from laplace.network.arrays import is_array, numbers_in
+from laplace.network.datasets import loader_of
+from laplace.network.pytree import map_leaves
 
-BATCH_SIZE: Final = 32  # of a dataset, if the user names none
+BATCH_SIZE = 128  # examples at a time, if whole arrays are given and nobody said how many
+_STAGES = {"train": "fit", "val": "validate", "predict": "predict"}  # Lightning's names of them
 
 
-def loader_of(
-    data: Any, collate_fn: Callable[[list[Any]], Any] | None = None, batch_size: int | None = None
-) -> Iterable[Any]:
-    """Return the batches of `data`.
+class ArrayBatches:
+    """Cut whole data into batches (x, y) of consecutive examples; may be read as often as needed.
 
     Args:
-        data: a trainer of transformers, whose training data is read in order with its own collator; a dataset of single
-            examples; or batches, which are returned as they are.
-        collate_fn: of a dataset, makes a batch of a list of examples. torch's own if left out.
-        batch_size: of a dataset, examples in a batch. 32 if left out.
+        x: the inputs: a tensor, an array, a DataFrame, a list of numbers, or a tuple or mapping of these, each with one
+            entry per example.
+        y: the labels, one entry per example.
+        batch_size: examples per batch.
     """
-    if collate_fn is not None and not callable(collate_fn):
-        raise OptionError(f"collate_fn={shown(collate_fn)} must be a function from a list of examples to a batch.")
-    options = {"collate_fn": collate_fn, "batch_size": batch_size}
-    if _is_dataset(data, collate_fn is not None):
-        size = BATCH_SIZE if batch_size is None else whole_number(batch_size, "batch_size")
-        return DataLoader(data, size, collate_fn=collate_fn, generator=torch.Generator())
-    if given := [name for name, value in options.items() if value is not None]:
-        raise OptionError(
-            f"{given[0]}= is for a dataset of single examples; a {type(data).__name__} makes its batches itself. Leave "
-            "it out, or give the dataset."
-        )
-    if callable(getattr(data, "get_train_dataloader", None)):
-        return _training_data_of(data)
-    return data
+
+    def __init__(self, x: Any, y: Any, batch_size: int = BATCH_SIZE) -> None:
+        self.batch_size = whole_number(batch_size, "batch_size")
+        self.y = y if isinstance(y, Tensor) else numbers_in(y)
+        if not self.y.ndim:
+            raise InputError(
+                f"y={shown(y)} is the label of a single example, but a batch is needed. Write la.fit(x[0:1], y[0:1])."
+            )
+        self.x = map_leaves(x, is_array, _sliceable)
+        sizes: list[int] = []
+        map_leaves(self.x, _has_rows, lambda part: sizes.append(len(part) if part.ndim else 0))
+        if not sizes or any(size != len(self.y) for size in sizes):
+            came = " and ".join(map(str, dict.fromkeys(sizes))) or "no"
+            raise InputError(f"x has {came} examples and y has {len(self.y)} labels; one label per example is needed.")
+
+    def __len__(self) -> int:
+        return -(-len(self.y) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for start in range(0, len(self.y), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            yield map_leaves(self.x, _has_rows, lambda rows, part=part: rows[part]), self.y[part]
 
 
-def in_order(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return a loader of the same examples, all and in their order, with the same collator and batch size.
+def training_data(
+    loader: Any, override: Any, y: Any, batch_size: int | None, collate_fn: Callable[[list[Any]], Any] | None = None
+) -> tuple[Any, Any]:
+    """Return the loader of a fit and its option `override`, from what the user passed.
 
-    A loader over a stream, or of another class, is returned as it is. No random number is drawn.
+    `la.fit(x, y)` passes its labels as the second argument, which is `override` in laplace-torch's order.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return loader
-    sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None), BATCH_SIZE
-    size = next(size for size in sizes if isinstance(size, int))
-    own = {"num_workers": loader.num_workers, "generator": torch.Generator()}  # a loader draws a seed when it is read
-    return DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, **own)
-
-
-def _training_data_of(trainer: Any) -> Iterable[Any]:
-    """Return the training data of a trainer of transformers: its collator is kept, and its shuffling is not."""
-    if getattr(trainer, "train_dataset", None) is None:
+    inputs = isinstance(loader, (Tensor, Mapping)) or is_array(loader) or _are_inputs(loader)
+    if not isinstance(override, (bool, np.bool_)) and (inputs or isinstance(override, Tensor) or is_array(override)):
+        if y is not None:
+            raise OptionError("la.fit got labels twice, as second argument and as y=; give them once.")
+        y, override = override, True
+    if y is None:
+        return loader_of(dataloader_of(loader, "train"), collate_fn, batch_size), override
+    if collate_fn is not None:
+        raise OptionError("collate_fn= is for a dataset of single examples; la.fit(x, y) needs none. Leave it out.")
+    if not inputs:
         raise InputError(
-            f"this {type(trainer).__name__} has no train_dataset. Write la.fit(dataset, collate_fn=...), or give the "
-            "trainer its data."
+            f"labels came beside a {type(loader).__name__}, which is no array of inputs. Write la.fit(x, y) for whole "
+            "data, or la.fit(loader): a loader has its own labels."
         )
-    return in_order(trainer.get_train_dataloader())
+    return ArrayBatches(loader, y, BATCH_SIZE if batch_size is None else batch_size), override
 
 
-def _is_dataset(data: Any, with_collator: bool) -> bool:
-    """Whether `data` holds single examples: a dataset of torch, or a sequence that comes with a collator."""
-    if isinstance(data, Dataset):
-        return with_collator or not isinstance(data, IterableDataset)
-    known = isinstance(data, (Tensor, DataLoader)) or hasattr(data, "get_train_dataloader")
-    return with_collator and not known and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+def dataloader_of(data: Any, stage: str) -> Any:
+    """Return the 'train', 'val' or 'predict' dataloader of a Lightning DataModule; anything else as it is.
+
+    A DataModule that no Trainer has prepared is prepared and set up here, as a Trainer would.
+    """
+    make = getattr(data, f"{stage}_dataloader", None)
+    if make is None or not callable(getattr(data, "setup", None)) or not callable(getattr(data, "prepare_data", None)):
+        return data
+    if getattr(data, "trainer", None) is None:
+        data.prepare_data()
+        data.setup(stage=_STAGES[stage])
+    name = f"{type(data).__name__}.{stage}_dataloader()"
+    try:
+        loader = make()
+    except Exception as error:  # Lightning's own error for a method that is not there, or one of the user's code
+        raise InputError(f"{name} failed: {error}") from error
+    if isinstance(loader, (list, tuple, Mapping)) or hasattr(loader, "flattened"):
+        raise InputError(
+            f"{name} gives {type(loader).__name__} of several loaders; pass the one that is meant instead of the "
+            "DataModule."
+        )
+    return loader
+
+
+def is_pair(loader: Any) -> bool:
+    """Whether a loader is whole data instead, a tuple (x, y) of tensors or arrays."""
+    return isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(p, Tensor) or is_array(p) for p in loader)
+
+
+def _sliceable(array: Any) -> np.ndarray:
+    """Return an array whose rows can be taken. The columns of a DataFrame are features: floating-point numbers."""
+    values = numbers_in(array)
+    return values.astype(np.float64) if hasattr(array, "columns") and values.dtype.kind in "biu" else values
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _are_inputs(value: object) -> bool:
+    """Whether a tuple holds several inputs, and not batches."""
+    return isinstance(value, tuple) and bool(value) and all(isinstance(p, Tensor) or is_array(p) for p in value)

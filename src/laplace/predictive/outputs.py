@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -54,6 +55,16 @@ class OutputGaussian:
         if self.covariance is not None:
             return centred_twice(self.covariance).diagonal(dim1=1, dim2=2).clamp(min=0)
         return variances_if_independent(self.variance)
+
+    def map_rows(self, f: Callable[[Tensor], Tensor]) -> OutputGaussian:
+        """Return the Gaussian with f applied to each tensor, whose rows are the inputs."""
+        same, contrasts = copy.copy(self), self.contrasts  # a copy: these values were checked
+        parts = {"mean": self.mean, "variance": self.variance, "covariance": self.covariance}
+        for name, value in parts.items():
+            object.__setattr__(same, name, None if value is None else f(value))
+        object.__setattr__(same, "times", None)
+        object.__setattr__(same, "contrasts", None if contrasts is None else contrasts.map_rows(f))
+        return same
 
     def scaled(self, factor: float) -> OutputGaussian:
         """Return N(a f, a^2 S) for a factor a."""
@@ -145,6 +156,10 @@ class OutputSamples:
     def variance(self) -> Tensor:
         """Return the variance over the draws."""
         return self.samples.var(0)
+
+    def map_rows(self, f: Callable[[Tensor], Tensor]) -> OutputSamples:
+        """Return the draws with f applied to a tensor of them whose rows are the inputs, (N, S, C)."""
+        return OutputSamples(f(self.samples.movedim(1, 0)).movedim(0, 1))
 
     def scaled(self, factor: float) -> OutputSamples:
         """Return a f for each draw f."""

@@ -17,6 +17,7 @@ from laplace.inference.predict import pred_type_named
 from laplace.inference.runner import Runner
 from laplace.likelihoods import Targets
 from laplace.network.batches import prediction_batches
+from laplace.network.loaders import dataloader_of
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning import loo
@@ -249,6 +250,7 @@ def validation_of(
     la: Posteriors, how: How, loader: Any, ood_loader: Any, progress_bar: bool, again: bool
 ) -> Validation:
     """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
+    loader = dataloader_of(loader, "val")
     if loader is None:
         raise OptionError("tuning by validation needs val_loader=, batches (x, y) that were not trained on.")
     for name, given in {"val_loader": loader, "ood_loader": ood_loader}.items():

@@ -14,7 +14,7 @@ from laplace.integrations.huggingface.likelihood import likelihood_of
 from laplace.integrations.huggingface.model import BayesianModel
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
-from laplace.network.loaders import in_order, loader_of
+from laplace.network.datasets import in_order, loader_of
 from laplace.tuning import Tuned
 from laplace.tuning.calibrated import Calibrated
 
