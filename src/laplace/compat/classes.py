@@ -228,8 +228,8 @@ class ParametricLaplace(BaseLaplace):
         return None
 
     def _require_lengths(self, given: dict[str, Any]) -> None:
-        n_params = self.n_params if self._parts is not None and self._parts[0] == "all" else None
-        if n_params is None:
+        n_params = self.n_params
+        if n_params is None or self._parts is None or self._parts[0] == "subnetwork":
             return
         lengths = {1, self.n_layers} | ({n_params} if "diag" in self.structure.takes else set())
         for name, allowed in (("prior_precision", lengths), ("prior_mean", {1, n_params})):
@@ -310,6 +310,14 @@ class LLLaplace(ParametricLaplace):
             return inspection.n_params(self)
         layer = attributes.last_layer(self)
         return None if layer is None else sum(p.numel() for p in layer.parameters())
+
+    @property
+    def n_layers(self) -> Any:  # type: ignore[override]
+        """The number of parameter tensors of the last layer; None until it is known."""
+        if self.is_fitted:
+            return inspection.n_layers(self)
+        layer = attributes.last_layer(self)
+        return None if layer is None else len(list(layer.parameters()))
 
     def _mean_before_fit(self) -> Tensor | None:
         return None if self.n_params is None else self.prior_mean
