@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
 
-import torch
-
 from laplace.errors import warn
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.tuning.guard import ALLOWED, Finding, findings, size
+from laplace.tuning.guard import ALLOWED, Finding, findings, mean_variances, size
 from laplace.tuning.noise import by_residuals
 from laplace.tuning.problem import Problem
 from laplace.tuning.result import Point, Tuned
@@ -52,6 +50,10 @@ class Guard:
         """Return what each posterior does on the sample."""
         return findings(self.validation, posteriors)
 
+    def mean_variances(self, posteriors: Sequence[Posterior]) -> list[float]:
+        """Return the mean variance of the outputs on the sample, without the noise, under each posterior."""
+        return mean_variances(self.validation, posteriors)
+
     def raised(self, posterior: Posterior) -> tuple[float, Posterior, Finding] | None:
         """Return the least factor on the prior precision that leaves at most ALLOWED of the harm; None if none does."""
         prior = posterior.prior
@@ -80,7 +82,9 @@ def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
     if problem.training_data is None:
         return tuned
     try:
-        before, found = Guard(problem).look([problem.la.posterior.detached(), _at(problem, tuned.best)])
+        before, found = Guard(problem).look(
+            [problem.la.posterior.detached(), tuned.best.applied(problem.la.posterior.detached())]
+        )
     except Exception as error:  # whatever a loader may raise: the result is there
         return _noting(tuned, f"the training data could not be looked at: {error}")
     return _judged(tuned, before, found)
@@ -94,11 +98,11 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         by_evidence: tunes by the evidence.
     """
     _ = problem.space  # refuses what cannot be tuned
-    noisy = "sigma_noise" in problem.kinds
-    tuned = by_residuals(problem, by_evidence) if noisy else by_evidence(problem)
+    noisy, guard = "sigma_noise" in problem.kinds, Guard(problem)
+    tuned = by_residuals(problem, by_evidence, guard.mean_variances) if noisy else by_evidence(problem)
     if problem.training_data is None:
         return _noting(tuned, _NO_DATA)
-    guard, posterior = Guard(problem), _at(problem, tuned.best)
+    posterior = tuned.best.applied(problem.la.posterior.detached())
     try:
         before, found = guard.look([problem.la.posterior.detached(), posterior])
     except Exception as error:  # whatever a loader may raise: the evidence needs no data
@@ -134,15 +138,3 @@ def _judged(tuned: Tuned, before: Finding, found: Finding) -> Tuned:
 
 def _noting(tuned: Tuned, note: str) -> Tuned:
     return replace(tuned, notes=(*tuned.notes, note))
-
-
-def _at(problem: Problem, point: Point) -> Posterior:
-    """Return the posterior at a point."""
-    posterior = problem.la.posterior.detached()
-    prior = posterior.prior
-    if point.hyperparameters:
-        prior = prior.with_hyperparameters(**point.hyperparameters)
-    elif isinstance(prior, GaussianPrior):
-        prior = prior.with_precision(point.prior_precision)
-    sigma = torch.as_tensor(point.sigma_noise, dtype=posterior.sigma.dtype, device=posterior.sigma.device)
-    return replace(posterior, prior=prior, sigma=sigma, temperature=point.temperature)

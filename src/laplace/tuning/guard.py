@@ -109,6 +109,17 @@ def findings(validation: Validation, posteriors: Sequence[Posterior]) -> list[Fi
     return [tally.finding() for tally in tallies]
 
 
+def mean_variances(validation: Validation, posteriors: Sequence[Posterior]) -> list[float]:
+    """Return the mean of S on the data of `validation`, relative to the noise of each output where that differs."""
+    sums, n = [0.0] * len(posteriors), 0.0
+    for forward, targets in validation.inside:
+        relative = posteriors[0].fit.likelihood.fisher(forward.outputs, targets.y).squares()  # (N, C)
+        n += float(targets.total(relative.new_ones(len(relative))))
+        for i, outputs in enumerate(validation.gaussians(posteriors, forward)):
+            sums[i] += float(targets.total((outputs.variance * relative).double().mean(1)))
+    return [total / max(n, 1e-300) for total in sums]
+
+
 class _Tally:
     """Sums over the sample for one posterior, each example with its weight."""
 
