@@ -7,8 +7,8 @@ standardised on the training split, at most 10,000 training examples. It is trai
 mildly overfitted to nearly interpolating: the longer the training, the smaller its residuals, and the less they say.
 
 Splits 5 to 7 are measured (protein has five splits: 0 to 2). The shares of the rule 'between' were chosen on splits 0
-to 4; 'auto' is `la.tune()`, whose rule has no number that was chosen. Reported are the share of test targets in their interval of 90 %, its width and the negative log-likelihood, in
-units of the standardised target.
+to 4; 'auto' is `la.tune()`, whose rule has no number that was chosen. Reported are the share of test targets in their
+interval of 90 %, its width and the negative log-likelihood, in units of the standardised target.
 """
 
 from __future__ import annotations

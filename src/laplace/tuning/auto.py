@@ -82,12 +82,11 @@ def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
     if problem.training_data is None:
         return tuned
     try:
-        before, found = Guard(problem).look(
-            [problem.la.posterior.detached(), tuned.best.applied(problem.la.posterior.detached())]
-        )
+        guard = Guard(problem)
+        (found,) = guard.look([tuned.best.applied(problem.la.posterior.detached())])
     except Exception as error:  # whatever a loader may raise: the result is there
         return _noting(tuned, f"the training data could not be looked at: {error}")
-    return _judged(tuned, before, found)
+    return _judged(guard, tuned, found)
 
 
 def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
@@ -104,7 +103,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         return _noting(tuned, _NO_DATA)
     posterior = tuned.best.applied(problem.la.posterior.detached())
     try:
-        before, found = guard.look([problem.la.posterior.detached(), posterior])
+        (found,) = guard.look([posterior])
     except Exception as error:  # whatever a loader may raise: the evidence needs no data
         return _noting(tuned, f"not looked at: the training data could not be read: {error}")
     if noisy:
@@ -120,16 +119,18 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         )
         why += "." if after.confidence is None else f" and the confidence to {after.confidence:.3f}."
         return _noting(replace(tuned, method="guarded evidence", best=best, points=(*tuned.points, best)), why)
-    return _judged(tuned, before, found)
+    return _judged(guard, tuned, found)
 
 
-def _judged(tuned: Tuned, before: Finding, found: Finding) -> Tuned:
+def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
     """Return the result, with a warning where the guard trips."""
     if not found.tripped:
         return tuned
     text = f"after tuning by {tuned.method}, {found}."
-    if found.own is None and found.nll > before.nll:
-        text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
+    if found.own is None:
+        (before,) = guard.look([guard.problem.la.posterior.detached()])
+        if found.nll > before.nll:
+            text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
     instead = " la.tune() (method='auto') finds a prior that does no harm;" if tuned.method == "evidence" else ""
     text += f" Predictions on new inputs will be off.{instead} with validation data write la.calibrate(val_loader)."
     warn(text)

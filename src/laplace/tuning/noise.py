@@ -1,7 +1,7 @@
 """Set the noise of a regression, and how wide its posterior is, by what training has absorbed of the noise.
 
-Residuals of the training data are too small a noise for new inputs: the network was fitted to these data. A linear model
-with gamma effective parameters, N examples and noise sigma says by how much,
+Residuals of the training data are too small a noise for new inputs: the network was fitted to these data. A linear
+model with gamma effective parameters, N examples and noise sigma says by how much,
 
     mean squared residual = sigma^2 (1 - gamma/N),    mean squared error on new data = sigma^2 (1 + gamma/N),
 
@@ -168,7 +168,7 @@ def _without(problem: Problem, by_evidence: Callable[[Problem], Tuned], residual
     else:
         noise, off = (
             own,
-            "that of the largest evidence; intervals will be too narrow, as other weights were fitted, too",
+            "that of the largest evidence; intervals will be too narrow, for other weights were fitted",
         )
     text = f"{said}. What all weights do not know could not be counted: {why}. The noise is {off}."
     problem.la.runner.warn_once("noise of all weights", f"{text} With validation data write la.calibrate(val_loader).")
