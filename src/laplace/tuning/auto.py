@@ -131,8 +131,8 @@ def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
         (before,) = guard.look([guard.problem.la.posterior.detached()])
         if found.nll > before.nll:
             text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
-    instead = " la.tune() (method='auto') finds a prior that does no harm;" if tuned.method == "evidence" else ""
-    text += f" Predictions on new inputs will be off.{instead} with validation data write la.calibrate(val_loader)."
+    instead = " la.tune() (method='auto') finds a prior that does no harm." if tuned.method == "evidence" else ""
+    text += f" Predictions on new inputs will be off.{instead} With validation data write la.calibrate(val_loader)."
     warn(text)
     return _noting(tuned, text)
 
