@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.func import functional_call
 
 from laplace import Laplace
 from laplace.errors import InputError, OptionError
+from laplace.linalg.contrasts import centred, centred_twice
 from laplace.linalg.sampling import Draws
 from laplace.predictive.outputs import OutputGaussian
 
@@ -40,7 +42,11 @@ def divided(la: Laplace) -> OutputGaussian:
     )
     rows = torch.cat([part.flatten(2) for part in jacobian.values()], 2)
     covariance = rows @ la.posterior_covariance @ rows.mT
-    return OutputGaussian(f / T, covariance.diagonal(dim1=1, dim2=2) / T**2, covariance / T**2)
+    outputs = OutputGaussian(f / T, covariance.diagonal(dim1=1, dim2=2) / T**2, covariance / T**2)
+    if not la.likelihood.only_differences:
+        return outputs
+    inner = centred_twice(covariance) / T**2
+    return replace(outputs, contrasts=OutputGaussian(centred(f) / T, inner.diagonal(dim1=1, dim2=2), inner))
 
 
 def generator() -> torch.Generator:
@@ -104,7 +110,7 @@ def test_validation_scores_the_divided_predictions():
     for pred_type in ("glm", "nn"):
         tuned = la.tune(method="validation", val_loader=[(X, LABELS["classification"])], grid_size=2,
                         pred_type=pred_type, bounds={"prior_precision": (0.999, 1.001)})  # fmt: skip
-        p = la(X, pred_type, generator=torch.Generator().manual_seed(0))
+        p = la.predict(X, pred_type, generator=torch.Generator().manual_seed(0)).mean
         nll = -p.gather(1, LABELS["classification"][:, None]).log().mean()
         assert tuned.score == pytest.approx(float(nll), abs=1e-9)
 

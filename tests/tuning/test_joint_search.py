@@ -24,6 +24,7 @@ from laplace.tuning.search import Search
 from laplace.tuning.space import Space
 
 TOLERANCE = 1e-3  # nats
+LINK = {"regression": None, "classification": "probit"}  # scores by which the search is compared with brute force
 
 KINDS = {
     "regression": [
@@ -78,13 +79,18 @@ class Problem:
 
     def tune(self, **options: object) -> Tuned:
         return self.la.tune(
-            *self.names, method="validation", val_loader=self.validation, prior_structure=self.groups, **options
+            *self.names,
+            method="validation",
+            val_loader=self.validation,
+            prior_structure=self.groups,
+            link_approx=LINK[self.task],
+            **options,
         )
 
     def scores(self) -> tuple[Callable[[np.ndarray], np.ndarray], list[tuple[float, float]]]:
         """The score of rows of logarithms (M, K), and their bounds."""
         la = self.la
-        how = how_scored(la, "glm", None, 100, None)
+        how = how_scored(la, "glm", LINK[self.task], 100, None)
         validation = validation_of(la, how, self.validation, None, False, again=True)
         moved = self.groups if "prior_precision" in self.names else None
         space = Space(la.posterior.detached(), moved, "sigma_noise" in self.names, "temperature" in self.names)

@@ -54,8 +54,9 @@ def call(
         pred_type: 'glm' linearises the network at its weights. 'nn' averages the network itself over `n_samples` draws
             of the weights.
         joint: Whether to return one covariance over all inputs. Regression only.
-        link_approx: One of `la.likelihood.links`, the first of them if left out. For classes: 'probit', 'one_vs_rest',
-            'mc', 'bridge', 'bridge_norm' or 'delta'. Or a `Link` of your own.
+        link_approx: One of `la.likelihood.links`, or a `Link` of your own. If left out, the first of them: for classes
+            and labels 'probit', as in the paper and in laplace-torch. (`la.predict` has a closer one.) For classes:
+            'probit', 'one_vs_rest', 'mc', 'bridge', 'bridge_norm' or 'delta'.
         n_samples: How many draws, for link 'mc' and for 'nn'.
         diagonal_output: Whether to return variances instead of covariances between outputs.
         generator: The random generator. torch's global one if left out.
@@ -78,7 +79,7 @@ def call(
     """
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
-    (link, how), sampled = response.link_of(link_approx), pred_type == "nn"
+    (link, how), sampled = response.link_of(link_approx, as_in_paper=True), pred_type == "nn"
     draws = _draws(source, n_samples, 2 if sampled and not link else 1, generator)
     joint, diagonal_output = flag(joint, "joint"), flag(diagonal_output, "diagonal_output")
     if joint and (link or sampled):
@@ -130,7 +131,8 @@ def predict(
         x: A tensor, a mapping, a tuple of inputs, or a DataLoader (its labels are not used).
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with `n_samples` draws of the
             weights.
-        link_approx: One of `la.likelihood.links`, the first of them if left out, or a `Link` of your own.
+        link_approx: One of `la.likelihood.links`, or a `Link` of your own. If left out, `la.likelihood.default_link`:
+            'one_vs_rest' for classes, 'quadrature' for labels and ordered classes. `la(x)` keeps the paper's 'probit'.
         n_samples: How many draws of the outputs. The epistemic part for classes comes from draws with every link.
         diagonal_output: Whether to leave out covariances between outputs. If not given, they are left out for more than
             32 outputs, unless link 'mc' needs them.
@@ -151,7 +153,7 @@ def predict(
     """
     frame, response, c = source.frame, source.likelihood.response, source.n_outputs
     pred_type = pred_type_named(pred_type, frame.functional)
-    link, how = response.link_of(link_approx, trusted=True)
+    link, how = response.link_of(link_approx)
     draws = _draws(source, n_samples, 2, generator)
     if diagonal_output is not None:
         diagonal_output = flag(diagonal_output, "diagonal_output")
@@ -282,7 +284,7 @@ def preference(
     Args:
         a: N inputs, as the network takes them.
         b: N inputs to compare with them, one each.
-        link_approx: 'probit', 'mc' or 'quadrature'. 'probit' if left out.
+        link_approx: 'probit', 'mc' or 'quadrature'. 'quadrature', which is exact, if left out.
         n_samples: How many draws, for 'mc'. They are seeded: every call uses the same.
         **model_kwargs: Passed on to the network.
 
@@ -387,11 +389,9 @@ def _linked(
 
 
 def _needed(link: Link, independent: bool) -> Query:
-    """Return what a link asks for, without covariances if the outputs are to be treated as independent."""
+    """Return what a link asks for; less if the outputs are to be treated as independent: their variances alone."""
     need = link.needs()
-    if not independent:
-        return need
-    return Contrasts() if isinstance(need, Contrasts) else Variances()
+    return Variances() if independent and need != Contrasts() else need
 
 
 def _require_own_mean(p: Any, n: int, name: str) -> None:

@@ -40,6 +40,7 @@ class Multilabel(Likelihood):
     has_logits = True
     ignored = IGNORED
     links = BINARY_LINKS
+    default_link = "quadrature"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = shaped_like_outputs(f, y, self.name)

@@ -42,6 +42,8 @@ class Categorical(OneOfSeveral):
     has_logits = True
     options = ("label_smoothing", "class_weights", "ignore_index")
     links = CATEGORICAL_LINKS
+    default_link = "one_vs_rest"
+    only_differences = True
     _warned = False
 
     def __init__(

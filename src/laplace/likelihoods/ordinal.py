@@ -41,6 +41,7 @@ class Ordinal(OneOfSeveral):
     options = ("cut_points",)
     ignored = IGNORED
     hessian_is_fisher = False
+    default_link = "quadrature"
 
     def __init__(self, cut_points: int | Sequence[float] | Tensor | None = None) -> None:
         self.cut_points = _checked_cut_points(cut_points)

@@ -14,7 +14,7 @@ from torch import Tensor
 from laplace.linalg.sampling import Draws
 from laplace.predictive.one_vs_rest import one_vs_rest
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
-from laplace.predictive.queries import Contrasts, Covariances, Products, Query, Variances
+from laplace.predictive.queries import Contrasts, Products, Query, Variances
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _normalised(weights: Tensor) -> Tensor:
 CATEGORICAL_LINKS: Final[dict[str, Link]] = {
     "probit": Link.of_variances(probit),
     "one_vs_rest": Link.of_contrasts(one_vs_rest),
-    "mc": Link(MonteCarlo(softmax), Covariances),
+    "mc": Link(MonteCarlo(softmax), partial(Contrasts, covariances=True)),
     "bridge": Link.of_contrasts(bridge),
     "bridge_norm": Link.of_contrasts(bridge_norm),
     "delta": Link(_delta, Products, may_leave_simplex=True),

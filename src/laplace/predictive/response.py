@@ -22,38 +22,40 @@ Outputs = OutputGaussian | OutputSamples
 class Response(ABC):
     """From N(f, S), or draws of f, to p(y given x).
 
-    If there are `links`, `la(x)` is the mean of `inverse_link(f)` through one of them; the first is the default. If
-    there are none, `la(x)` is the mean and covariance of the outputs themselves.
+    If there are `links`, predictions are the mean of `inverse_link(f)` through one of them. If there are none, they are
+    the mean and covariance of the outputs themselves.
 
     Attributes:
-        links: What `link_approx` may be, by name.
-        trusted_link: The name of the link that is the default of `la.predict`, and of tuning by validation data; empty
-            for the first of `links`. `la(x)` keeps the first, which is laplace-torch's.
+        links: What `link_approx` may be, by name. The first is the default of `la(x)` and of
+            `la.optimize_prior_precision`: the one of the paper and of laplace-torch.
+        default_link: The name of the default everywhere else: `la.predict`, tuning, calibration and the guard. Empty
+            for the first of `links`.
         only_differences: Whether a shift of all outputs leaves `inverse_link(f)` as it is, as with softmax.
         joint: Whether covariances between outputs enter the distribution of y.
     """
 
     links: Mapping[str, Link] = {}
-    trusted_link: str = ""
+    default_link: str = ""
     only_differences: bool = False
     joint: bool = False
 
-    def link_named(self, name: str | None, trusted: bool = False) -> str:
-        """Return the name of the link. For None, that of the first, or of `trusted_link` if `trusted`.
+    def link_named(self, name: str | None, as_in_paper: bool = False) -> str:
+        """Return the name of the link. For None, `default_link`, or the first of `links` if `as_in_paper`.
 
         Without links, any name is accepted.
         """
         if not self.links:
             return ""
         if name is None:
-            return self.trusted_link if trusted and self.trusted_link else next(iter(self.links))
+            first = next(iter(self.links))
+            return first if as_in_paper else self.default_link or first
         return choice(name, self.links, "link_approx")
 
-    def link_of(self, link: str | Link | None, trusted: bool = False) -> tuple[str, Link | None]:
-        """Return a link with its name: the one of that name, the usual one, or one of the user's own.
+    def link_of(self, link: str | Link | None, as_in_paper: bool = False) -> tuple[str, Link | None]:
+        """Return a link with its name: the one of that name, the default, or one of the user's own.
 
-        The name is empty, and there is no link, where outputs stand for themselves. `trusted` chooses the usual one, as
-        in `link_named`.
+        The name is empty, and there is no link, where outputs stand for themselves. `as_in_paper` chooses the default,
+        as in `link_named`.
         """
         if isinstance(link, Link):
             if not self.links:
@@ -66,7 +68,7 @@ class Response(ABC):
             raise OptionError(
                 f"link_approx={shown(link)} is a function; write Link.of_variances(fn) for a mean of (f, variance)."
             )
-        name = self.link_named(link, trusted)
+        name = self.link_named(link, as_in_paper)
         return name, self.links[name] if name else None
 
     def location_outputs(self, n_outputs: int) -> slice:

@@ -172,7 +172,8 @@ def optimize_prior_precision(
 ) -> None:
     """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
 
-    laplace-torch's call; `la.tune` does the same and more, and returns what it found.
+    laplace-torch's call, with its defaults: 'gridsearch' scores the paper's probit approximation, as `la(x)` does.
+    `la.tune` does more, returns what it found, and scores the predictions of `la.predict`.
 
     Args:
         pred_type: of the predictions that are scored.
@@ -210,7 +211,7 @@ def optimize_prior_precision(
         with torch.no_grad():
             tuned = ByEvidence(n_steps, start, verbose).tune(Problem(la, kinds, groups))
     else:
-        how = how_scored(la, pred_type, link_approx, n_samples, loss, trusted=False)
+        how = how_scored(la, pred_type, link_approx, n_samples, loss, as_in_paper=True)
         grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
         grids = {"prior_precision": grid, "sigma_noise": log_grid(-3, 3, grid_size, 10.0)}
         again = groups != "scalar" or tune_sigma_noise

@@ -228,13 +228,13 @@ def how_scored(
     n_samples: int,
     loss: Any,
     ood_weight: float = 0.5,
-    trusted: bool = True,
+    as_in_paper: bool = False,
 ) -> How:
     """Return how predictions are made and scored, checked before the network runs.
 
-    If no link is given, predictions are those of `la.predict`, or of `la(x)` if not `trusted`.
+    If no link is given, predictions are those of `la.predict`, or of `la(x)` if `as_in_paper`.
     """
-    link, own = la.runner.spec.likelihood.link_of(link_approx, trusted)
+    link, own = la.runner.spec.likelihood.link_of(link_approx, as_in_paper)
     kind = pred_type_named(pred_type, la.runner.spec.structure.functional)
     draws = whole_number(n_samples, "n_samples", 2)
     how = How(kind, link, draws, loss, ood_weight, own, la.softmax_temperature)
