@@ -15,7 +15,7 @@ from typing import Final
 from laplace.errors import warn
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.tuning.guard import ALLOWED, Finding, findings, mean_variances, size
+from laplace.tuning.guard import Finding, findings, mean_variances, size
 from laplace.tuning.noise import by_residuals
 from laplace.tuning.problem import Problem
 from laplace.tuning.result import Point, Tuned
@@ -55,7 +55,7 @@ class Guard:
         return mean_variances(self.validation, posteriors)
 
     def raised(self, posterior: Posterior) -> tuple[float, Posterior, Finding] | None:
-        """Return the least factor on the prior precision that leaves at most ALLOWED of the harm; None if none does."""
+        """Return the least factor on the prior precision that leaves no more than is allowed; None if none does."""
         prior = posterior.prior
         if not isinstance(prior, GaussianPrior):
             return None
@@ -72,7 +72,7 @@ class Guard:
         """Return the first power of ten on the prior precision with which the posterior passes."""
         raised = [replace(posterior, prior=prior.with_precision(10**power * prior.precision)) for power in powers]
         for power, other, finding in zip(powers, raised, self.look(raised), strict=True):
-            if not finding.tripped and finding.harm <= ALLOWED:
+            if finding.allowed:
                 return power, other, finding
         return None
 
@@ -108,7 +108,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         return _noting(tuned, f"not looked at: the training data could not be read: {error}")
     if noisy:
         found = replace(found, ratio=None)  # what other weights do not know may be more than the residuals
-    if not found.tripped:
+    if found.allowed:
         return _noting(tuned, f"taken as it is: {found}.")
     if found.rms is None and "prior_precision" in problem.kinds and (raised := guard.raised(posterior)) is not None:
         factor, narrower, after = raised
