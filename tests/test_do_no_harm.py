@@ -72,6 +72,30 @@ def test_every_method_is_scored(table: Any) -> None:
         assert all(math.isfinite(row["nll"]) for row in rows)
 
 
+@pytest.mark.parametrize("weights", ["last kron", "last full", "all kron"])
+def test_neither_tuning_nor_calibration_harms(harm: Any, table: Any, weights: str) -> None:
+    """The lines of the benchmark, on the sets that come with scikit-learn: one network each, so no averages."""
+    promises = harm.promises
+    for task in table.tasks:
+        network = table.mean(task, harm.report.named(weights, "network"))
+        allowed = max(promises.HARM, promises.HARM_SHARE * abs(network))
+        assert table.excess(task, f"{weights} / auto") <= allowed, task
+        assert table.excess(task, f"{weights} / calibrate", "temperature") <= promises.CALIBRATED, task
+
+
+@pytest.mark.parametrize("weights", ["last kron", "last full", "all kron"])
+def test_intervals_hold_what_they_say(harm: Any, table: Any, weights: str) -> None:
+    for method in ("auto", "calibrate"):
+        held = table.mean("diabetes", f"{weights} / {method}", "coverage")
+        assert harm.promises.LOW <= held <= harm.promises.HIGH, method
+
+
+def test_the_evidence_alone_does_harm(table: Any) -> None:
+    """Without this the lines above would hold for any tuning."""
+    assert table.excess("digits", "last kron / evidence one_vs_rest") > 0.1
+    assert table.excess("digits", "all kron / evidence one_vs_rest") > 0.5
+
+
 def test_the_temperature_is_the_best_one_of_the_validation_data(harm: Any) -> None:
     logits = 3 * torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
     y = torch.distributions.Categorical(logits=logits / 2.5).sample()

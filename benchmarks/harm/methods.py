@@ -132,7 +132,7 @@ def posterior_rows(
     ]
     if not any(links for _, links in todo):
         return
-    model, splits, structure, curvature, n_test, n_outside = _parts(prepared, weights, sizes)
+    model, splits, structure, curvature, n_test, n_outside = _parts(prepared, weights, regression, sizes)
     subset = "all" if weights.startswith("all") else "last_layer"
     start = time.process_time()
     la = Laplace(
@@ -176,9 +176,18 @@ def _links(tuning: Tuning, regression: bool) -> Sequence[str | None]:
     return [link for link in tuning.links if link is None or link in known]
 
 
-def _parts(prepared: Prepared, weights: str, sizes: Sizes) -> tuple[nn.Module, Splits, str, dict, int, int]:
-    """Return the network, its data, the structure, the curvature's options and the numbers of examples to score."""
+def _parts(
+    prepared: Prepared, weights: str, regression: bool, sizes: Sizes
+) -> tuple[nn.Module, Splits, str, dict, int, int]:
+    """Return the network, its data, the structure, the curvature's options and the numbers of examples to score.
+
+    A last layer of classes is fitted to its features. That of a regression is fitted with the whole network: `auto`
+    takes into account that the body was trained, too.
+    """
     which, structure = weights.split()
+    if which == "last" and regression:
+        assert prepared.whole is not None
+        return *prepared.whole(), structure, {}, sizes.test, sizes.outside
     if which == "last":
         return prepared.head, prepared.features, structure, {}, sizes.test, sizes.outside
     assert prepared.whole is not None

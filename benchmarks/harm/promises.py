@@ -72,9 +72,9 @@ def acceptance(table: Table) -> str:
     for method in ("evidence one_vs_rest", "auto", "calibrate"):
         for weights in WEIGHTS:
             pairs = {
-                f"{task}-{outside}": found - table.auroc(task, named(weights, "network"), "confidence")[outside]
+                f"{task}-{outside}": gain
                 for task in table.classes
-                for outside, found in table.auroc(task, f"{weights} / {method}", "epistemic").items()
+                for outside, gain in table.gains(task, f"{weights} / {method}", "epistemic").items()
             }
             if pairs:
                 kept = sum(gain >= 0 for gain in pairs.values()) / len(pairs)

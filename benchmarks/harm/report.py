@@ -33,8 +33,8 @@ class Table:
     def __init__(self, rows: Mapping[str, dict]) -> None:
         self.cells: dict[tuple[str, str], list[dict]] = defaultdict(list)  # (task, method) -> a row per seed
         for name, row in rows.items():
-            task, _, method = name.split("/", 2)
-            self.cells[task, method].append(row)
+            task, seed, method = name.split("/", 2)
+            self.cells[task, method].append(row | {"seed": seed})
         self.tasks = sorted({task for task, _ in self.cells})
 
     def mean(self, task: str, method: str, what: str = "nll") -> float | None:
@@ -43,9 +43,23 @@ class Table:
         return fmean(found) if found else None
 
     def excess(self, task: str, method: str, over: str = "network") -> float | None:
-        """Return the NLL minus that of the network or its temperature, on the same examples."""
-        found, other = self.mean(task, method), self.mean(task, named(method.split(" / ")[0], over))
-        return None if found is None or other is None else found - other
+        """Return the NLL minus that of the network or its temperature, on the same examples of the same seeds."""
+        others = {row["seed"]: row["nll"] for row in self.cells.get((task, named(method.split(" / ")[0], over)), [])}
+        found = [
+            row["nll"] - others[row["seed"]] for row in self.cells.get((task, method), []) if row["seed"] in others
+        ]
+        return fmean(found) if found else None
+
+    def gains(self, task: str, method: str, score: str) -> dict[str, float]:
+        """Return the AUROC by a score minus that by the network's confidence, on the same inputs of the same seeds."""
+        networks = self.cells.get((task, named(method.split(" / ")[0], "network")), [])
+        others = {row["seed"]: row["ood"] for row in networks}
+        found: dict[str, list[float]] = defaultdict(list)
+        for row in self.cells.get((task, method), []):
+            for outside, scores in row["ood"].items():
+                if score in scores and row["seed"] in others:
+                    found[outside].append(scores[score] - others[row["seed"]][outside]["confidence"])
+        return {outside: fmean(values) for outside, values in found.items()}
 
     def auroc(self, task: str, method: str, score: str) -> dict[str, float]:
         """Return the mean over seeds for each kind of unknown input."""
@@ -66,8 +80,17 @@ class Table:
         for task in tasks:
             for weights in self.posteriors(task):
                 methods = [*BASES, *columns]
-                lines.append([task, weights, *(_shown(self.mean(task, named(weights, method))) for method in methods)])
+                lines.append([task, weights, *(self._nll(task, named(weights, method)) for method in methods)])
         return lines
+
+    def _nll(self, task: str, method: str) -> str:
+        """Return a mean over seeds; one over fewer seeds than the network's says over how many."""
+        found, whole = (
+            self.cells.get((task, method), []),
+            self.cells.get((task, named(method.split(" / ")[0], "network")), []),
+        )
+        few = f" ({len(found)} of {len(whole)})" if 0 < len(found) < len(whole) else ""
+        return _shown(self.mean(task, method)) + few
 
     def calibration(self) -> list[list[str]]:
         """Return ECE and Brier score of network, temperature, auto and calibrate with a last layer."""

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
 
-import torch
-
 from laplace.errors import warn
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.tuning.guard import ALLOWED, Finding, findings, size
+from laplace.tuning.guard import Finding, findings, mean_variances, size
 from laplace.tuning.noise import by_residuals
 from laplace.tuning.problem import Problem
 from laplace.tuning.result import Point, Tuned
@@ -52,8 +50,12 @@ class Guard:
         """Return what each posterior does on the sample."""
         return findings(self.validation, posteriors)
 
+    def mean_variances(self, posteriors: Sequence[Posterior]) -> list[float]:
+        """Return the mean variance of the outputs on the sample, without the noise, under each posterior."""
+        return mean_variances(self.validation, posteriors)
+
     def raised(self, posterior: Posterior) -> tuple[float, Posterior, Finding] | None:
-        """Return the least factor on the prior precision that leaves at most ALLOWED of the harm; None if none does."""
+        """Return the least factor on the prior precision that leaves no more than is allowed; None if none does."""
         prior = posterior.prior
         if not isinstance(prior, GaussianPrior):
             return None
@@ -70,7 +72,7 @@ class Guard:
         """Return the first power of ten on the prior precision with which the posterior passes."""
         raised = [replace(posterior, prior=prior.with_precision(10**power * prior.precision)) for power in powers]
         for power, other, finding in zip(powers, raised, self.look(raised), strict=True):
-            if not finding.tripped and finding.harm <= ALLOWED:
+            if finding.allowed:
                 return power, other, finding
         return None
 
@@ -80,10 +82,11 @@ def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
     if problem.training_data is None:
         return tuned
     try:
-        before, found = Guard(problem).look([problem.la.posterior.detached(), _at(problem, tuned.best)])
+        guard = Guard(problem)
+        (found,) = guard.look([tuned.best.applied(problem.la.posterior.detached())])
     except Exception as error:  # whatever a loader may raise: the result is there
         return _noting(tuned, f"the training data could not be looked at: {error}")
-    return _judged(tuned, before, found)
+    return _judged(guard, tuned, found)
 
 
 def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
@@ -94,18 +97,18 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         by_evidence: tunes by the evidence.
     """
     _ = problem.space  # refuses what cannot be tuned
-    noisy = "sigma_noise" in problem.kinds
-    tuned = by_residuals(problem, by_evidence) if noisy else by_evidence(problem)
+    noisy, guard = "sigma_noise" in problem.kinds, Guard(problem)
+    tuned = by_residuals(problem, by_evidence, guard.mean_variances) if noisy else by_evidence(problem)
     if problem.training_data is None:
         return _noting(tuned, _NO_DATA)
-    guard, posterior = Guard(problem), _at(problem, tuned.best)
+    posterior = tuned.best.applied(problem.la.posterior.detached())
     try:
-        before, found = guard.look([problem.la.posterior.detached(), posterior])
+        (found,) = guard.look([posterior])
     except Exception as error:  # whatever a loader may raise: the evidence needs no data
         return _noting(tuned, f"not looked at: the training data could not be read: {error}")
     if noisy:
         found = replace(found, ratio=None)  # what other weights do not know may be more than the residuals
-    if not found.tripped:
+    if found.allowed:
         return _noting(tuned, f"taken as it is: {found}.")
     if found.rms is None and "prior_precision" in problem.kinds and (raised := guard.raised(posterior)) is not None:
         factor, narrower, after = raised
@@ -116,33 +119,23 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         )
         why += "." if after.confidence is None else f" and the confidence to {after.confidence:.3f}."
         return _noting(replace(tuned, method="guarded evidence", best=best, points=(*tuned.points, best)), why)
-    return _judged(tuned, before, found)
+    return _judged(guard, tuned, found)
 
 
-def _judged(tuned: Tuned, before: Finding, found: Finding) -> Tuned:
+def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
     """Return the result, with a warning where the guard trips."""
     if not found.tripped:
         return tuned
     text = f"after tuning by {tuned.method}, {found}."
-    if found.own is None and found.nll > before.nll:
-        text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
-    instead = " la.tune() (method='auto') finds a prior that does no harm;" if tuned.method == "evidence" else ""
-    text += f" Predictions on new inputs will be off.{instead} with validation data write la.calibrate(val_loader)."
+    if found.own is None:
+        (before,) = guard.look([guard.problem.la.posterior.detached()])
+        if found.nll > before.nll:
+            text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
+    instead = " la.tune() (method='auto') finds a prior that does no harm." if tuned.method == "evidence" else ""
+    text += f" Predictions on new inputs will be off.{instead} With validation data write la.calibrate(val_loader)."
     warn(text)
     return _noting(tuned, text)
 
 
 def _noting(tuned: Tuned, note: str) -> Tuned:
     return replace(tuned, notes=(*tuned.notes, note))
-
-
-def _at(problem: Problem, point: Point) -> Posterior:
-    """Return the posterior at a point."""
-    posterior = problem.la.posterior.detached()
-    prior = posterior.prior
-    if point.hyperparameters:
-        prior = prior.with_hyperparameters(**point.hyperparameters)
-    elif isinstance(prior, GaussianPrior):
-        prior = prior.with_precision(point.prior_precision)
-    sigma = torch.as_tensor(point.sigma_noise, dtype=posterior.sigma.dtype, device=posterior.sigma.device)
-    return replace(posterior, prior=prior, sigma=sigma, temperature=point.temperature)

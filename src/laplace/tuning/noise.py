@@ -1,20 +1,29 @@
-"""Set the noise of a regression between its residuals and the evidence's noise, then the prior by the evidence there.
+"""Set the noise of a regression, and how wide its posterior is, by what training has absorbed of the noise.
 
-The residuals' standard deviation s_res is too small a noise for new inputs: the network was fitted to these data. The
-noise at the joint maximum of the evidence, s_ev, is too large if the weights are nonlinear, as the log-determinant of a
-block-diagonal posterior over all weights is too large; and that of the last layer alone does not see that the body was
-fitted, too. Halfway on a log scale, measured on nine UCI sets and several lengths of training (experiments/
-noise_rules.py), 90 % intervals hold 90 %:
+Residuals of the training data are too small a noise for new inputs: the network was fitted to these data. A linear
+model with gamma effective parameters, N examples and noise sigma says by how much,
 
-    all weights                    sigma = s_res^(3/4) s_ev^(1/4)
-    some of them                   sigma = (s_res s_ev)^(1/2), with s_ev of all weights from a further fit of kron
-    a last layer on a frozen body  sigma = s_ev, which is exact there
+    mean squared residual = sigma^2 (1 - gamma/N),    mean squared error on new data = sigma^2 (1 + gamma/N),
+
+and gamma/N sigma^2 is the mean of the posterior variance S at the training inputs. So the noise sigma_0 at the largest
+evidence of the linearised network, with all covariances of all weights, fixes both parts of the predictive variance,
+with s_res^2 the mean squared residual:
+
+    sigma^2 = sigma_0^2,    mean S = sigma_0^2 - s_res^2,    total = 2 sigma_0^2 - s_res^2.
+
+sigma_0 comes from a Gaussian process on up to MOST_POINTS examples, never from the posterior that is tuned: the
+log-determinant of a block-diagonal posterior counts more effective parameters than there are examples, which makes its
+own noise up to twenty times too large, and a last layer does not see that the body was fitted, too. The prior is the
+evidence's at sigma_0. Where it leaves S wider than the mean above, as block-diagonal structures do, its precision is
+raised; where S is narrower, as a last layer's is, the noise takes the rest, so that the total stays.
+
+A last layer on a frozen body is a linear model: its own evidence is exact, and taken as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -24,20 +33,24 @@ from torch import Tensor
 from laplace.errors import LaplaceError, LaplaceWarning
 from laplace.inference.fit import fit
 from laplace.inference.runner import Runner
-from laplace.posterior.posterior import Posterior
+from laplace.posterior.posterior import Fit, Posterior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.structures import Kron
+from laplace.structures import GP
 from laplace.tuning.evidence import climb
 from laplace.tuning.guard import residual_variance
 from laplace.tuning.problem import Problem
 from laplace.tuning.result import Point, Tuned
 from laplace.tuning.space import Space
-from laplace.tuning.training_data import Sample
 from laplace.weights import All
 from laplace.weights.selection import trainable_of
 
-_MOST: Final = 1_000  # examples of the further fit
+MOST_POINTS: Final = 1_000  # examples times outputs of the Gaussian process
+FEWEST_POINTS: Final = 100
+MOST_WORK: Final = 1e11  # points^2 x weights: inner products of gradients, where they are not made from factors
 _STEPS: Final = 100  # of Newton's method, at most
+_POWERS: Final = tuple(k / 4 for k in range(25))  # of ten, by which the prior precision may be raised
+
+MeanVariances = Callable[[Sequence[Posterior]], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -50,52 +63,40 @@ class Held:
     softmax_temperature: float = 1.0
 
 
-def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
-    """Return noise and prior of a regression, as far as they are tuned."""
-    la = problem.la
-    posterior = la.posterior.detached()
-    level, note = _noise(problem, posterior)
-    held = replace(posterior, sigma=level.to(posterior.sigma))
-    others = [kind for kind in problem.kinds if kind != "sigma_noise"]
-    if others:
-        tuned = by_evidence(Problem(Held(held, la.runner), others, problem.groups))
-    else:
-        best = Point.of(held, float(held.log_evidence))
-        tuned = Tuned("evidence", best, (best,), 0, 1, converged=True)
-    return replace(tuned, method="residuals and evidence", notes=(*tuned.notes, note))
+def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned], mean_variances: MeanVariances) -> Tuned:
+    """Return noise and prior of a regression, as far as they are tuned.
 
-
-def _noise(problem: Problem, posterior: Posterior) -> tuple[Tensor, str]:  # (), what was done
-    """Return the level of the noise, and how it was found."""
-    runner, loader = problem.la.runner, problem.training_data
+    Args:
+        problem: what is tuned.
+        by_evidence: tunes by the evidence.
+        mean_variances: the mean of S, without the noise, of some posteriors at a sample of the training inputs.
+    """
+    posterior = problem.la.posterior.detached()
     residual = residual_variance(posterior.fit).clamp(min=torch.finfo(torch.float64).tiny).sqrt()
     said = f"the residuals of the training data have a standard deviation of {float(residual):.4g}"
-    if posterior.fit.layout.n_params >= sum(p.numel() for _, p in trainable_of(runner.model)):
+    if _whole(problem) and posterior.fit.linear:
         own = by_joint_evidence(posterior, residual)
-        if posterior.fit.linear:
-            return own, f"{said}; the noise is that of the largest evidence."
-        noise = residual**0.75 * own**0.25
-        return noise, f"{said}, and the evidence's noise is {float(own):.4g}; the noise is between, nearer the former."
-    if loader is None:
-        why = "there is no training data at hand (train_loader=)"
-    else:
-        try:
-            sample = Sample(loader, _MOST, problem.scoring.seed)
-            other = by_joint_evidence(_of_all_weights(runner, sample, posterior.fit.n_data, residual), residual)
-            return (residual * other).sqrt(), (
-                f"{said}, and the noise by the evidence of all weights is {float(other):.4g}; the noise is halfway "
-                "between (geometric mean)."
-            )
-        except Exception as error:  # a network whose other weights have no Kronecker form, a loader that fails
-            why = str(error)
-    own = by_joint_evidence(posterior, residual)
-    problem.la.runner.warn_once(
-        "noise of the other weights",
-        f"{said}. Weights besides the uncertain ones were fitted to the same data, and what they do not know could not "
-        f"be counted: {why}. Intervals will be too narrow: with validation data write la.calibrate(val_loader), or "
-        "take subset_of_weights='all'.",
-    )
-    return own, f"{said}; the noise is that of the largest evidence, too small for new inputs, since {why}."
+        return _noting(_held(problem, by_evidence, own), f"{said}; the noise is that of the largest evidence.")
+    if problem.training_data is None:
+        return _without(problem, by_evidence, residual, said, "there is no training data at hand (train_loader=)")
+    try:
+        noise = of_all_weights(problem.la.runner, problem.training_data, posterior.fit, residual)
+        tuned, how = _shared(problem, _held(problem, by_evidence, noise), noise, residual, mean_variances)
+    except Exception as error:  # a network without a kernel of the kind, a loader that fails, memory
+        return _without(problem, by_evidence, residual, said, str(error))
+    why = f"{said}, and the noise by the evidence of all weights is {float(noise):.4g}: {how}"
+    return _noting(tuned, why)
+
+
+def of_all_weights(runner: Runner, loader: Iterable[Any], own: Fit, residual: Tensor) -> Tensor:  # ()
+    """Return the noise at the largest evidence of the linearised network, with all covariances of all weights."""
+    outputs = own.n_outputs
+    weights = sum(p.numel() for _, p in trainable_of(runner.model))
+    points = min(MOST_POINTS // outputs, int(math.sqrt(MOST_WORK / weights)) // outputs)
+    structure = GP(n_subset=min(own.n_data, max(FEWEST_POINTS // outputs, points, 1)))
+    spec = replace(runner.spec, weights=All(), structure=structure, curvature=None)
+    found = fit(_Silent(runner.model, spec), loader, prior := GaussianPrior.of(1.0))
+    return by_joint_evidence(Posterior(found, prior, residual.to(found.mean), 1.0), residual)
 
 
 def by_joint_evidence(posterior: Posterior, start: Tensor) -> Tensor:  # ()
@@ -109,15 +110,79 @@ def by_joint_evidence(posterior: Posterior, start: Tensor) -> Tensor:  # ()
     return torch.maximum(found.to(start), start)
 
 
-def _of_all_weights(runner: Runner, sample: Sample, n_data: int, sigma: Tensor) -> Posterior:
-    """Return a Kronecker posterior over all weights. The sums of a sample stand for those of all `n_data` examples."""
-    spec = replace(runner.spec, weights=All(), structure=Kron(), curvature=None)
-    found = fit(_Silent(runner.model, spec), sample.reading(), prior := GaussianPrior.of(1.0))
-    if found.n_data < n_data:
-        times = torch.tensor(n_data / found.n_data, dtype=torch.float64)
-        data = {key: value * times.to(value) for key, value in found.data.items()}
-        found = replace(found, sums=found.structure.scaled(found.sums, times), data=data, n_data=n_data)
-    return Posterior(found, prior, sigma.to(found.mean), 1.0)
+def _shared(
+    problem: Problem, tuned: Tuned, noise: Tensor, residual: Tensor, mean_variances: MeanVariances
+) -> tuple[Tuned, str]:
+    """Return the point at which noise and mean of S have their total, and what was done for it."""
+    level, total = float(noise) ** 2, 2 * float(noise) ** 2 - float(residual) ** 2
+    posterior = tuned.best.applied(problem.la.posterior.detached())
+    (spread,) = mean_variances([posterior])
+    if "prior_precision" in problem.kinds and spread > total - level and isinstance(posterior.prior, GaussianPrior):
+        factor = _factor(posterior, total - level, mean_variances)
+        precision = factor * posterior.prior.precision
+        raised = replace(posterior, prior=posterior.prior.with_precision(precision))
+        best, how = Point.of(raised, float(raised.log_evidence)), f"taken, with {factor:.3g} times the evidence's prior"
+    else:
+        share = max(total / (1 + spread / level), float(residual) ** 2)  # S is in proportion to the noise
+        moved = replace(posterior, sigma=posterior.sigma * math.sqrt(share / level))
+        best, how = Point.of(moved, float(moved.log_evidence)), f"the noise is {math.sqrt(share):.4g}"
+    how += f", so that 90 % intervals are about {3.29 * math.sqrt(total):.4g} wide."
+    return replace(tuned, best=best, points=(*tuned.points, best)), how
+
+
+def _factor(posterior: Posterior, wanted: float, mean_variances: MeanVariances) -> float:
+    """Return what to multiply the prior precision by for a mean of S: logarithms are interpolated on a grid."""
+    prior = posterior.prior
+    assert isinstance(prior, GaussianPrior)
+    raised = [replace(posterior, prior=prior.with_precision(10**power * prior.precision)) for power in _POWERS]
+    found = [max(value, 1e-300) for value in mean_variances(raised)]  # falls with the precision
+    after = next((i for i, value in enumerate(found) if value <= wanted), None)
+    if after is None or wanted <= 0:
+        return 10 ** _POWERS[-1]
+    if after == 0:
+        return 1.0
+    low, high = math.log(found[after - 1]), math.log(found[after])
+    way = (low - math.log(wanted)) / max(low - high, 1e-300)
+    return 10 ** (_POWERS[after - 1] + way * (_POWERS[after] - _POWERS[after - 1]))
+
+
+def _held(problem: Problem, by_evidence: Callable[[Problem], Tuned], noise: Tensor) -> Tuned:
+    """Return the prior of the largest evidence at a noise, if a prior is tuned."""
+    la, posterior = problem.la, problem.la.posterior.detached()
+    held = replace(posterior, sigma=noise.to(posterior.sigma))
+    others = [kind for kind in problem.kinds if kind != "sigma_noise"]
+    if others:
+        tuned = by_evidence(Problem(Held(held, la.runner), others, problem.groups))
+    else:
+        best = Point.of(held, float(held.log_evidence))
+        tuned = Tuned("evidence", best, (best,), 0, 1, converged=True)
+    return replace(tuned, method="residuals and evidence")
+
+
+def _without(problem: Problem, by_evidence: Callable[[Problem], Tuned], residual: Tensor, said: str, why: str) -> Tuned:
+    """Return the noise of the posterior's own evidence, held near the residuals where that is too large; warn."""
+    own = by_joint_evidence(problem.la.posterior.detached(), residual)
+    if _whole(problem):  # nonlinear: see above. The exponents were fitted to nine UCI sets
+        noise, off = residual**0.75 * own**0.25, "a guess between the two"
+        said = f"{said}, and the noise of the largest evidence is {float(own):.4g}, which is too large"
+    else:
+        noise, off = (
+            own,
+            "that of the largest evidence; intervals will be too narrow, for other weights were fitted",
+        )
+    text = f"{said}. What all weights do not know could not be counted: {why}. The noise is {off}."
+    problem.la.runner.warn_once("noise of all weights", f"{text} With validation data write la.calibrate(val_loader).")
+    return _noting(_held(problem, by_evidence, noise), text)
+
+
+def _whole(problem: Problem) -> bool:
+    """Whether all weights that were trained are uncertain."""
+    trained = sum(p.numel() for _, p in trainable_of(problem.la.runner.model))
+    return problem.la.posterior.fit.layout.n_params >= trained
+
+
+def _noting(tuned: Tuned, note: str) -> Tuned:
+    return replace(tuned, notes=(*tuned.notes, note))
 
 
 class _Silent(Runner):

@@ -64,13 +64,19 @@ class Profile:
         self._line = _lines(held_out.scale, start)
         self._objectives: dict[Setting, float] = {}
         self._hopeless = _HOPELESS * (held_out.posterior.fit.n_outputs if held_out.scale == "sigma_noise" else 1)
-        self._add([NETWORK, *half_decades(-HALF_DECADES, HALF_DECADES)])
+        self._add([NETWORK])
 
     def search(self) -> None:
-        """Find the best scale of each factor."""
+        """Find the best scale of each factor; those of posteriors are looked for around the network's own."""
+        self._descend()
+        centre = self.lines[NETWORK].best
+        if self.held_out.scale == "softmax_temperature":
+            self._line = _around(centre)
+        self._add(half_decades(-HALF_DECADES, HALF_DECADES))
         self._descend()
         line, top = self.lines[NETWORK], max(self.factors)
-        scale = _scale(min(line.grid, key=line.seen.__getitem__))
+        shared = set(self.lines[top].seen) & set(line.seen)
+        scale = _scale(min(shared, key=line.seen.__getitem__))
         away = abs(self._objectives[top, scale] - self._objectives[NETWORK, scale])
         if away > _NO_MORE:
             steps = min(_MOST_ADDED, math.ceil(2 * math.log10(away / _NO_MORE)))
@@ -219,6 +225,16 @@ def _lines(scale: str | None, start: float) -> Callable[[], Line]:
     centre = math.log(start)
     grid = [centre + step / 2 for step in range(-5, 4)]
     return lambda: Line(grid, centre - 40, centre + 40)
+
+
+def _around(centre: float) -> Callable[[], Line]:
+    """Return what makes the search of a posterior's log T: links cost more than softmax, so it begins with few points.
+
+    A wide posterior needs a smaller T than the network. The objective is flat at its minimum: 0.01 in log T is near
+    enough.
+    """
+    grid = sorted({min(max(centre + step, -_TEMPERATURES), _TEMPERATURES) for step in (-1.0, -0.5, 0.0, 0.5)})
+    return lambda: Line(grid, -_TEMPERATURES, _TEMPERATURES, tolerance=0.01)
 
 
 def _scale(u: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ class Point:
         if isinstance(prior, GaussianPrior):
             return cls(prior.precision.detach(), *rest)
         return cls(posterior.sigma.new_empty(0), *rest, prior.detached().hyperparameters)
+
+    def applied(self, posterior: Posterior) -> Posterior:
+        """Return a posterior of the same fit with this setting."""
+        prior, sigma = posterior.prior, posterior.sigma
+        if self.hyperparameters:
+            prior = prior.with_hyperparameters(**self.hyperparameters)
+        elif isinstance(prior, GaussianPrior):
+            prior = prior.with_precision(self.prior_precision)
+        noise = torch.as_tensor(self.sigma_noise, dtype=sigma.dtype, device=sigma.device)
+        return replace(posterior, prior=prior, sigma=noise, temperature=self.temperature)
 
     def __str__(self) -> str:
         values = self.hyperparameters or {"prior precision": self.prior_precision}

@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from laplace.errors import InputError, within
 from laplace.inference.runner import Runner
 from laplace.inference.targets import counted
+from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch
 from laplace.posterior.posterior import Posterior
 from laplace.tuning.validation import Labelled
 
+_NUMBERS: Final = 2**18  # in the inputs of batches that are joined
 _BATCHES: Final = 32  # of a list of many batches, how many are read
 
 
@@ -45,15 +47,28 @@ class Sample:
             )
 
     def batches(self, runner: Runner, what: str, progress_bar: bool = False) -> Iterator[Batch]:
-        """Yield the batches of the sample, with at most `most` examples in all."""
-        loader, each = self._source()
-        left = self.most
-        for batch in runner.batches(loader, progress_bar, what):
-            batch = _some(batch, min(left, each))
-            left -= len(batch.y)
-            yield batch
-            if left <= 0:
-                return
+        """Yield the batches of the sample, with at most `most` examples in all.
+
+        Small ones are joined up to the size of the loader's own, or further while their inputs are small: a look at a
+        few examples would otherwise spend its time on calling the network.
+        """
+        room = 1
+
+        def some() -> Iterator[Batch]:
+            nonlocal room
+            loader, each = self._source()
+            left = self.most
+            for batch in runner.batches(loader, progress_bar, what):
+                small = _NUMBERS * len(batch.y) // max(1, sum(t.numel() for t in batch.tensors()))
+                room = max(len(batch.y), min(small, self.most))
+                batch = _some(batch, min(left, each))
+                left -= len(batch.y)
+                yield batch
+                if left <= 0:
+                    return
+
+        for group in gathered(some(), lambda: room):
+            yield group.joined() if isinstance(group, Group) else group
 
     def reading(self) -> Iterable[Any]:
         """Return whole batches as `fit` takes them, with about `most` examples in all."""
