@@ -87,18 +87,18 @@ def _classification(out: Path, settings: Settings) -> Path:
     print("  .tune()       the prior without validation data,")
     print("  .calibrate()  prior and softmax temperature on the validation images.\n")
     print(f"  {'':29}" + "".join(f"{name:>14}" for name in METHODS) + "    best value: *")
-    diagrams = {}
+    diagrams, title = {}, ""
     for noise in levels:
         title = f"with pixel noise of sd {noise:g}" if noise else "clean images"
         found, seconds = _compared(_load_digits(settings, noise), settings)
         _print_table(title, found)
         print(f"    Fit and tuning of Laplace took {seconds[1]:.2f} s, training {seconds[0]:.1f} s.\n")
-        diagrams = {f"{name}, {title}": metrics.reliability(one.inside, one.labels) for name, one in found.items()}
+        diagrams = {name: metrics.reliability(one.inside, one.labels) for name, one in found.items()}
     print("  Validation data calibrates, by a temperature or by la.calibrate(). A network that is calibrated to begin")
     print("  with has nothing to gain, and la.tune() leaves it as it is. Which score finds unknown images depends on")
     print("  their kind and on the weights that are uncertain: docs/out-of-distribution.md.\n")
     path = out / "reliability.png"
-    plots.reliability_diagram(diagrams, title="Is the confidence earned?").savefig(path)
+    plots.reliability_diagram(diagrams, title=f"Is the confidence earned? Test digits {title}").savefig(path)
     return path
 
 
