@@ -123,6 +123,7 @@ def main(data: Path, model_folder: Path | None = None, quick: bool = False) -> d
     f, y = {name: logits_of(model, loader) for name, loader in loaders.items()}, labels["test"]
     rows = {"network": row_of(f["test"].softmax(1), y, f["oos_test"].softmax(1), None)}
     t = best_temperature(f["val"], labels["val"])
+    print(f"the network's mean confidence is {f['test'].softmax(1).amax(1).mean():.1%}, its best temperature {t:.2f}")
     name = "temperature scaling"
     rows[name] = row_of((f["test"] / t).softmax(1), y, (f["oos_test"] / t).softmax(1), None)
 
