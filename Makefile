@@ -21,10 +21,10 @@ endif
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench clean
+.PHONY: help demo test lint docs bench clients clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## Train, make Bayesian, compare: one table and two figures, in under a minute
 	$(BIN)/laplace demo
@@ -43,6 +43,9 @@ docs: $(DOCS)  ## Build the documentation into site/; a warning is an error
 bench: $(STAMP)  ## Time and memory of fit and prediction, last layer and all weights, beside laplace-torch
 	$(BIN)/python benchmarks/last_layer.py
 	$(BIN)/python benchmarks/all_weights.py
+
+clients: $(STAMP)  ## Run the tests of laplace-torch and of libraries that use it against this package (CLIENTS=... for some)
+	$(BIN)/python benchmarks/clients.py $(CLIENTS)
 
 clean:  ## Remove the environment, caches, the built documentation and what the demo drew
 	rm -rf $(VENV) build dist site laplace-demo .pytest_cache .ruff_cache .hypothesis

@@ -82,3 +82,39 @@ def _relu_mlp(*widths: int) -> nn.Sequential:
     for i, o in pairwise(widths):
         layers += [nn.Linear(i, o), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).eval()
+
+
+def deep_resnet() -> nn.Module:
+    """A ResNet of 24 blocks and 155 modules for 32x32 images, (N, 3, 32, 32) -> (N, 10), in eval mode."""
+    return DeepResNet().eval()
+
+
+class DeepResNet(nn.Module):
+    """Blocks of two convolutions with BatchNorm, of 16, 32 and 64 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [16] * 9 + [32] * 8 + [64] * 8
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.body = nn.Sequential(*(ProjectedBlock(c, d) for c, d in pairwise(widths)))
+        self.pool, self.flatten, self.fc = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.flatten(self.pool(self.body(self.stem(x)))))
+
+
+class ProjectedBlock(nn.Module):
+    """Two convolutions around which the input is added; a convolution of size 1 changes its width."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        stride = width // channels
+        self.conv1 = nn.Conv2d(channels, width, 3, stride=stride, padding=1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU()
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut = nn.Conv2d(channels, width, 1, stride=stride, bias=False) if stride > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(out + (x if self.shortcut is None else self.shortcut(x)))

@@ -1,4 +1,5 @@
-"""An extension of griffe: show functions that a class binds as its methods, and `reads(function)` as its properties.
+"""An extension of griffe: show functions that a class binds as its methods, `reads(function)` and
+`holds(function, change)` as its properties, and `classmethod(function)` as its class methods.
 
 `Laplace.predict = predicting.predict` is an attribute to a parser. Here it becomes a method with the function's
 arguments but the first, which is the object itself.
@@ -22,11 +23,12 @@ class BoundMethods(griffe.Extension):
         for name, member in list(owner.members.items()):
             if not isinstance(member, griffe.Attribute) or member.value is None:
                 continue
-            is_property = isinstance(member.value, griffe.ExprCall) and str(member.value.function) == "reads"
-            expression = member.value.arguments[0] if is_property else member.value  # type: ignore[union-attr]
+            how = str(member.value.function) if isinstance(member.value, griffe.ExprCall) else ""
+            expression = member.value.arguments[0] if how else member.value  # type: ignore[union-attr]
             function = _function(pkg, expression)
             if function is not None:
-                made = _property(name, function) if is_property else _method(name, function)
+                is_property = how in ("reads", "holds")
+                made = _property(name, function) if is_property else _method(name, function, how == "classmethod")
                 made.parent, made.lineno, made.endlineno = owner, member.lineno, member.endlineno
                 owner.set_member(name, made)
 
@@ -44,10 +46,14 @@ def _function(pkg: griffe.Module, expression: Any) -> griffe.Function | None:
     return found if isinstance(found, griffe.Function) else None
 
 
-def _method(name: str, function: griffe.Function) -> griffe.Function:
+def _method(name: str, function: griffe.Function, of_class: bool) -> griffe.Function:
     _, *others = function.parameters
-    parameters = griffe.Parameters(griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword), *others)
-    return griffe.Function(name, parameters=parameters, returns=function.returns, docstring=function.docstring)
+    first = griffe.Parameter("cls" if of_class else "self", kind=griffe.ParameterKind.positional_or_keyword)
+    parameters = griffe.Parameters(first, *others)
+    made = griffe.Function(name, parameters=parameters, returns=function.returns, docstring=function.docstring)
+    if of_class:
+        made.labels.add("classmethod")
+    return made
 
 
 def _property(name: str, function: griffe.Function) -> griffe.Attribute:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from enum import Enum
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -22,8 +23,13 @@ from laplace.utils import SubnetMask
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "api").glob("*.md"))
 ROOMS = (
     "curvature",
+    "decisions",
     "errors",
     "evaluation",
+    "integrations.huggingface",
+    "integrations.botorch",
+    "integrations.lightning",
+    "integrations.sklearn",
     "layers",
     "likelihoods",
     "priors",
@@ -74,7 +80,11 @@ def members(cls: type) -> Iterator[tuple[str, list[type], Any]]:
         ours = [c for c in ours if c in (Structure, Pass)]
     for name in sorted({name for c in ours for name in [*vars(c), *inspect.get_annotations(c)] if name[0] != "_"}):
         having = [c for c in ours if name in vars(c)]
-        yield name, having, vars(having[0])[name] if having else None
+        value = vars(having[0])[name] if having else None
+        if re.fullmatch(r"set_\w+_request", name):  # which scikit-learn adds to every estimator
+            continue
+        if not isinstance(value, Enum):  # compat sets the members of its enum on `Likelihood`; they are on its page
+            yield name, having, value
 
 
 def describes(thing: Any, name: str) -> bool:

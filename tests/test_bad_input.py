@@ -73,7 +73,7 @@ def test_wrong_class_labels_are_named_with_their_batch(la, y, says):
 @pytest.mark.parametrize(
     ("y", "says"),
     [
-        (torch.randn(6), r"shape \(2,\), the outputs \(2, 1\); make them equal. Write y\.unsqueeze\(-1\)"),
+        (torch.randn(1), r"shape \(1,\), the outputs \(2, 1\); make them equal"),
         (torch.randn(6, 2), r"shape \(2, 2\)"),
         (torch.randn(6, 1, dtype=torch.complex64), "real numbers are needed"),
         (torch.full((6, 1), torch.nan), "NaN or infinite"),
@@ -101,7 +101,7 @@ def test_non_finite_outputs_are_named_with_their_batch_and_example(la, bad):
     [
         (X, "is a Tensor"),
         ((X, Y, Y, Y), "tuple of length 4"),
-        ((X, [0, 1]), "labels of batch 0 are a list"),
+        ((X, {"a": 1}), "labels of batch 0 are a dict"),
         ({"x": X}, r"keys \['x'\].*dict_key_y"),
         (3, "is a int"),
     ],
@@ -251,14 +251,14 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda la: la(X.numpy()), r"numpy\.ndarray.*torch\.as_tensor"),
-        (lambda la: la.predict(X.numpy()), "x is a ndarray; a tensor"),
+        (lambda la: la(X.numpy().astype(str)), r"ndarray of dtype <U.* Numbers are needed"),
+        (lambda la: la.predict(X.numpy().astype("datetime64[s]")), "ndarray of dtype datetime64.* Numbers are needed"),
         (lambda la: la(X[:, :3]), r"the network failed on a tensor of shape \(6, 3\) and dtype torch\.float32"),
         (lambda la: la(X.double()), r"dtype torch\.float64"),
         (lambda la: la((X, X)), "2 inputs, the first a tensor"),
         (lambda la: la(X, link="mc"), "no option 'link'"),
         (lambda la: la(X, X), "pred_type=tensor"),
-        (lambda la: la.fit(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
+        (lambda la: la.calibrate(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
         (lambda la: la.fit(None), "the loader is a NoneType"),
         (lambda la: la.fit(cut(X, Y, 2), generator=0), "generator is a int"),
         (lambda la: setattr(la, "temperature", -1.0), "temperature must be positive"),
@@ -303,12 +303,9 @@ def test_float32_inputs_keep_their_posterior_after_a_failed_refit():
     torch.testing.assert_close(la(x)[1], expected)
 
 
-@pytest.mark.parametrize("data", [(X, Y), [X, Y]], ids=["tuple", "list"])
-def test_a_batch_in_place_of_a_loader_is_told_apart(data):
-    with pytest.raises(
-        InputError, match=r"of 2 tensors, as a batch is\. Write \[\(x, y\)\].*DataLoader\(TensorDataset"
-    ):
-        Laplace(net(), "classification").fit(data)
+def test_a_list_of_inputs_and_labels_in_place_of_a_loader_is_told_apart():
+    with pytest.raises(InputError, match=r"list of 2 arrays or tensors, as a batch is\. Write \[\(x, y\)\].*tuple"):
+        Laplace(net(), "classification").fit([X, Y])
 
 
 def test_an_option_of_another_approximation_says_which_one_this_is():

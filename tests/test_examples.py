@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
+import json
 import math
 import re
 from pathlib import Path
@@ -11,16 +13,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("counts", "lora", "preferences", "resnet", "segmentation", "transformer")
+NAMES = ("clinc150", "counts", "lora", "preferences", "resnet", "segmentation", "tabular", "transformer")
 
 
-def run(name: str) -> Any:
+def run(name: str, *args: Any) -> Any:
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main(quick=True)
+    return module.main(*args, quick=True)
 
 
 def assert_finite(rows: dict[Any, dict[str, float]]) -> None:
@@ -85,6 +87,33 @@ def test_adapters_alone_are_uncertain_and_less_so_with_more_examples():
     assert few["nll"] < few["nll_before"]
 
 
+def test_real_text_is_read_and_all_methods_are_scored(tmp_path):
+    """On a tiny network and sentences of its own making, of the files' form."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    (module,) = re.findall(r"^INTENTS = \((.*?)^\)", (ROOT / "examples" / "clinc150.py").read_text(), re.M | re.S)
+    intents = re.findall(r'"(\w+)"', module)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *intents, "please", "now", "weather"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.BertConfig(vocab_size=len(words), **sizes)
+    transformers.BertModel(config).save_pretrained(tmp_path / "model")
+    rows = [(f"please {intents[i]} now"[: 40 + n], i) for i in range(15) for n in range(4)]
+    splits = {
+        split: {"text": [t for t, _ in rows], "label": [i for _, i in rows]} for split in ("train", "val", "test")
+    }
+    splits |= {"oos_test": {"text": ["weather now"] * 5, "label": [-1] * 5}, "label_names": intents}
+    with gzip.open(tmp_path / "clinc150.json.gz", "wt") as file:
+        json.dump(splits, file)
+    found = run("clinc150", tmp_path, tmp_path / "model")
+    assert list(found) == ["network", "temperature scaling", "last layer", "adapters and head"]
+    for name, row in found.items():
+        doubt = row.pop("epistemic")
+        assert math.isnan(doubt) == (name in ("network", "temperature scaling"))
+        assert all(math.isfinite(value) for value in row.values())
+
+
 def test_a_segmentation_is_least_sure_at_borders():
     rows = run("segmentation")
     assert_finite(rows)
@@ -115,3 +144,13 @@ def test_preferences_between_far_options_are_less_sure_and_what_rewards_share_ca
     assert (found["loss_after"] < found["loss_before"])[1:].all()  # beyond what was compared
     assert found["after"].argmin() == len(found["after"]) - 1
     assert found["together"] < 0.5 * found["independent"]
+
+
+def test_a_table_is_better_predicted_with_a_posterior():
+    rows = run("tabular")
+    for scores in rows.values():
+        assert_finite(scores)
+        assert scores["last layer"]["nll"] < scores["network"]["nll"] + 0.01
+    assert rows["diabetes"]["last layer"]["nll"] < rows["diabetes"]["network"]["nll"]
+    held = {name: row["covered"] for name, row in rows["diabetes"].items()}
+    assert held["network"] < held["last layer"]

@@ -77,7 +77,7 @@ BAD_DATA: dict[str, Callable[[Case, Tensor, Tensor], Any]] = {
     "complex weight": lambda c, x, y: [(x, y, torch.ones(len(x)) * 1j)],
     "too many weights": lambda c, x, y: [(x, y, torch.ones(len(x) + 1))],
     "too few labels": lambda c, x, y: [(torch.cat([x, x]), y)],
-    "labels in a list": lambda c, x, y: [(x, y.tolist())],
+    "labels in words": lambda c, x, y: [(x, ["a"] * len(x))],
     "labels in three dimensions": lambda c, x, y: [(x, y.reshape(-1, 1, 1).expand(-1, 2, 2))],
     "complex labels": lambda c, x, y: [(x, y * 1j)],
     "four elements": lambda c, x, y: [(x, y, y, y)],

@@ -212,6 +212,7 @@ def test_weights_and_masks_go_with_their_labels():
     assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood())
 
 
+@pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning")
 def test_validation_and_online_training_shift_as_fit_does(tmp_path):
     model, batch = made()
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}

@@ -310,7 +310,7 @@ def test_everything_that_is_predicted_has_the_networks_shape(kind, task, subset)
     assert p.distribution.batch_shape + p.distribution.event_shape == (
         rows_of(f, class_dim).shape if kind == "tags" and task == "regression" else p.distribution.sample().shape
     )
-    exact(p.mean, la(x)[0] if task == "regression" else la(x), 1e-9)
+    exact(p.mean, la(x)[0] if task == "regression" else la(x, link_approx="one_vs_rest"), 1e-9)
     draws = la.functional_samples(x, n_samples=7)
     assert draws.shape == la.predictive_samples(x, "nn", n_samples=7).shape == (7, *f.shape)
     assert la.functional_samples(x, n_samples=3, diagonal_output=True).shape == (3, *f.shape)
@@ -410,7 +410,8 @@ def test_tuning_counts_only_what_is_not_masked(subset):
         scores[name] = torch.tensor([point.score for point in tuned.points])
     exact(scores["cut"], scores["masked"], 1e-9)
     exact(scores["ignored"], scores["masked"], 1e-9)
-    assert float((scores["all"] - scores["masked"]).abs().max()) > 1e-3
+    grid = slice(21)  # the points after it depend on their scores
+    assert float((scores["all"][grid] - scores["masked"][grid]).abs().max()) > 1e-3
 
 
 def test_the_exact_hessian_of_masked_positions():
@@ -521,7 +522,7 @@ def test_bad_shapes_are_said():
     for given, says in [
         ({"mask": torch.ones(6)}, r"mask has shape \(6,\); it must be \(6, 5\)"),
         ({"mask": 2 * torch.ones(6, 5)}, "the mask must hold true and false.*`weights`"),
-        ({"mask": [1, 0]}, "the mask of batch 0 is a list"),
+        ({"mask": {"a": 1}}, "the mask of batch 0 is a dict"),
         ({"weights": torch.ones(6, 4)}, r"weights have shape \(6, 4\).*need \(6,\).*or \(6, 5\)"),
         ({"weights": -torch.ones(6, 5)}, "the weights hold negative"),
     ]:

@@ -251,7 +251,7 @@ def test_a_grid_search_scores_the_predictions_that_the_posterior_makes(structure
     assert len(tuned.points) >= 4
     for point in tuned.points:
         la.prior_precision, la.temperature = point.prior_precision, point.temperature
-        assert_close(torch.tensor(point.score).double(), -la(x).gather(1, y.unsqueeze(1)).log().mean())
+        assert_close(torch.tensor(point.score).double(), -la.predict(x).mean.gather(1, y.unsqueeze(1)).log().mean())
 
 
 def test_what_does_not_fit_the_earlier_tasks_is_refused():

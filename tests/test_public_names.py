@@ -33,6 +33,7 @@ CONCEPTS = {
 ROOMS = {
     "compat",
     "curvature",
+    "decisions",
     "errors",
     "evaluation",
     "layers",

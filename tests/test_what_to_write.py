@@ -98,11 +98,12 @@ class Segmenter(nn.Module):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda la: la.fit(X, Y), r"write la.fit\(\[\(x, y\)\]\)"),
+        (lambda la: la.fit([X, Y]), r"write \[\(x, y\)\]"),
+        (lambda la: la.fit([(X, Y)], Y), r"write la.fit\(x, y\) for whole data"),
         (lambda la: la(DataLoader(TensorDataset(X, Y))), r"write la.predict\(loader\)"),
         (lambda la: la([(X, Y)]), r"write la.predict\(loader\)"),
         (lambda la: la(X.double()), r"weights are torch.float32; write x.float\(\)"),
-        (lambda la: la.predict(np.zeros((4, 3))), r"write torch.as_tensor\(x\)"),
+        (lambda la: la.predict(np.full((4, 3), "a")), r"numbers are needed"),
         (
             lambda la: Laplace(network(), "classification").fit([{"inputs": X, "labels": Y}]),
             r"whole mapping.*keywords if forward names.*dict_key_x",

@@ -10,6 +10,7 @@ except its `Likelihood`, which is `laplace.compat.enums.Likelihood`.
 
 from laplace import compat as compat
 from laplace import curvature as curvature
+from laplace import decisions as decisions
 from laplace import errors as errors
 from laplace import evaluation as evaluation
 from laplace import layers as layers
@@ -21,8 +22,26 @@ from laplace import utils as utils
 from laplace import weights as weights
 from laplace._version import __version__ as __version__
 from laplace.comparison import compare
+from laplace.compat.classes import ELLA as ELLA
+from laplace.compat.classes import BaseFunctionalLaplace as BaseFunctionalLaplace
+from laplace.compat.classes import BaseLaplace as BaseLaplace
+from laplace.compat.classes import DiagLaplace as DiagLaplace
+from laplace.compat.classes import DiagLLLaplace as DiagLLLaplace
+from laplace.compat.classes import DiagSubnetLaplace as DiagSubnetLaplace
+from laplace.compat.classes import FullLaplace as FullLaplace
+from laplace.compat.classes import FullLLLaplace as FullLLLaplace
+from laplace.compat.classes import FullSubnetLaplace as FullSubnetLaplace
+from laplace.compat.classes import FunctionalLaplace as FunctionalLaplace
+from laplace.compat.classes import FunctionalLLLaplace as FunctionalLLLaplace
+from laplace.compat.classes import KronLaplace as KronLaplace
+from laplace.compat.classes import KronLLLaplace as KronLLLaplace
+from laplace.compat.classes import LLLaplace as LLLaplace
+from laplace.compat.classes import LowRankLaplace as LowRankLaplace
+from laplace.compat.classes import ParametricLaplace as ParametricLaplace
+from laplace.compat.classes import SubnetLaplace as SubnetLaplace
 from laplace.compat.enums import Curvature as Curvature
 from laplace.compat.enums import FeatureReduction as FeatureReduction
+from laplace.compat.enums import FunctionalApproximation as FunctionalApproximation
 from laplace.compat.enums import HessianStructure as HessianStructure
 from laplace.compat.enums import LinkApprox as LinkApprox
 from laplace.compat.enums import PredType as PredType
@@ -39,7 +58,7 @@ from laplace.likelihoods import (
     Ordinal,
     from_log_prob,
 )
-from laplace.online import marglik_training
+from laplace.marglik_training import marglik_training
 from laplace.predictive import Prediction
 from laplace.preview import plan
 
@@ -60,6 +79,7 @@ __all__ = [
 _ROOMS = (
     "compat",
     "curvature",
+    "decisions",
     "errors",
     "evaluation",
     "layers",

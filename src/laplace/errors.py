@@ -15,12 +15,14 @@ __all__ = [
     "LaplaceError",
     "LaplaceWarning",
     "MemoryBudgetError",
+    "MissingKeyError",
     "ModelError",
     "NotFittedError",
     "NumericalError",
     "OptionError",
     "ProcessesWarning",
     "StaleWarning",
+    "UnknownNameError",
     "UnsupportedError",
 ]
 
@@ -35,19 +37,31 @@ class OptionError(LaplaceError, ValueError):
     """An option is unknown, or its value is out of range."""
 
 
+class UnknownNameError(OptionError, KeyError):
+    """A module or parameter that an option names is not in the network."""
+
+    __str__ = Exception.__str__  # KeyError's own would quote the message
+
+
 class InputError(LaplaceError, ValueError):
     """Data does not fit: wrong shapes or dtypes, labels out of range, NaN."""
+
+
+class MissingKeyError(InputError, KeyError):
+    """A batch that is a mapping lacks a key."""
+
+    __str__ = Exception.__str__
 
 
 class CheckpointError(InputError):
     """A file is damaged, not ours, or belongs to another network, other data or other options."""
 
 
-class NotFittedError(LaplaceError, RuntimeError):
-    """A posterior is asked for something before it has seen data."""
+class NotFittedError(LaplaceError, RuntimeError, AttributeError):
+    """A posterior is asked for something before it has seen data: hasattr(la, 'mean') is False until then."""
 
 
-class UnsupportedError(LaplaceError, NotImplementedError):
+class UnsupportedError(LaplaceError, NotImplementedError, ValueError):
     """A combination is not supported. The message names one that is."""
 
 
@@ -83,9 +97,12 @@ class StaleWarning(LaplaceWarning):
     """A network's weights have changed since its posterior was fitted."""
 
 
+_NUMBERED = (InputError, MissingKeyError, ModelError, NumericalError)
+
+
 def numbered(error: LaplaceError, where: str) -> LaplaceError:
     """Return the same error with the batch in its message. Subclasses, which callers catch by type, stay unchanged."""
-    return type(error)(f"{where}: {error}") if type(error) in (InputError, ModelError, NumericalError) else error
+    return type(error)(f"{where}: {error}") if type(error) in _NUMBERED else error
 
 
 @contextmanager

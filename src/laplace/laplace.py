@@ -1,14 +1,14 @@
 """`Laplace`: a network, what was asked for, what the data left, and the hyperparameters. All else is done elsewhere.
 
-It holds values and delegates: a method is a function of the room that it belongs to, and takes whatever has a
-`posterior` and a `runner`.
+It holds two things, a `Runner` (the network with its options) and `Values` (all that may change), and delegates: a
+method is a function of the room that it belongs to, and takes whatever has a `runner` and `values`.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,43 +19,54 @@ from torch import Tensor, nn
 from laplace.checkpoints import posteriors as files
 from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
-from laplace.checks import flag, one_positive, path_of, positive, shown
-from laplace.curvature import CURVATURES, Estimator
-from laplace.errors import InputError, LaplaceError, NotFittedError, OptionError, UnsupportedError
-from laplace.inference import continual, inspection
+from laplace.checks import flag
+from laplace.curvature import Estimator
+from laplace.errors import OptionError
+from laplace.inference import continual, inspection, options
 from laplace.inference import predict as predicting
-from laplace.inference.coverage import Coverage, coverage_of
+from laplace.inference import values as holding
 from laplace.inference.fit import fit as sums_of
 from laplace.inference.runner import Runner
-from laplace.inference.source import Frame, outputs_of
+from laplace.inference.source import outputs_of
 from laplace.inference.summary import summary
+from laplace.inference.values import Values
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
+from laplace.network.loaders import training_data
 from laplace.network.replica import require_values
-from laplace.posterior.posterior import Fit, Posterior
+from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
-from laplace.priors.gaussian import GaussianPrior, own
-from laplace.spec import STRUCTURE_OPTIONS, Spec, refuse_unknown_keywords
+from laplace.serving import module as serving
+from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend, refuse_unknown_keywords
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
 from laplace.tuning import calls as tuning
-from laplace.weights import Subnetwork, Subset
+from laplace.weights import Subset
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     Value = TypeVar("Value")
 
-    class reads(Generic[Value]):
-        """What type checkers see of `property(function)`: the type of the value."""
+    def reads(function: Callable[[Any], Value], change: Callable[[Any, Value], None] | None = None) -> Value:
+        """Show type checkers `property(function, change)` as an attribute with the type of its value."""
+        ...
 
-        def __init__(self, function: Callable[[Any], Value]) -> None: ...
+    class holds(Generic[Value]):
+        """Shows type checkers a property that is read as a tensor, and may be set to a number."""
+
+        def __init__(self, function: Callable[[Any], Value], change: Callable[[Any, Any], None]) -> None: ...
 
         def __get__(self, la: Any, owner: Any) -> Value: ...
 
+        def __set__(self, la: Any, value: float | Value) -> None: ...
+
 else:
-    reads = property
+    reads = holds = property
+
+
+FURTHER: dict[str, Any] = {}  # descriptors of names for other libraries' scripts; see `laplace.compat`
 
 
 class Laplace:
@@ -111,13 +122,13 @@ class Laplace:
 
     Attributes:
         runner: the network with the parts that it is treated by.
+        values: what the data left, the prior, the noise and the temperatures.
 
     Raises:
         OptionError: an option is unknown, or its value is outside its range.
         UnsupportedError: options do not go together; the message says what does.
     """
 
-    @refuse_unknown_keywords
     def __init__(
         self,
         model: nn.Module,
@@ -160,7 +171,7 @@ class Laplace:
         self.functional_approximation, self.memory_budget = functional_approximation, memory_budget
         self.subset_of_weights, self.hessian_structure = subset_of_weights, hessian_structure
         self.last_layer_name, self.feature_reduction = last_layer_name, feature_reduction
-        self.backend, self.backend_kwargs = backend, backend_kwargs
+        self.backend_name, self.backend_kwargs = name_of_backend(backend), backend_kwargs
         spec = Spec.of(
             model,
             likelihood,
@@ -180,161 +191,55 @@ class Laplace:
             backend_kwargs=backend_kwargs,
         )
         self.runner = Runner(model, spec, flag(enable_backprop, "enable_backprop"))
-        self._fit: Fit | None = None
-        self._training_data: Iterable[Any] | None = None
-        self._cached: tuple[tuple[Any, ...], tuple[int, ...], Posterior] | None = None
-        self._temperature = one_positive(temperature, "temperature")
-        self._softmax_temperature = self._take_softmax_temperature(softmax_temperature)
-        self._prior = prior_of(prior, prior_precision, prior_mean, spec.structure.described)
-        self._prior.require_structure(spec.structure.takes)
-        self._sigma = self._take_noise(sigma_noise)
+        made = prior_of(prior, prior_precision, prior_mean, spec.structure.described)
+        self.values = Values.of(self.runner, made, sigma_noise, temperature, softmax_temperature)
+
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
 
     # ---- what was asked for ---------------------------------------------------------------------------------------
 
-    @property
-    def model(self) -> nn.Module:
-        """The network, as given."""
-        return self.runner.model
+    model = reads(options.model)
+    likelihood = reads(options.likelihood)
+    structure = reads(options.structure)
+    curvature = reads(options.curvature)
+    curvature_samples = reads(options.curvature_samples)
+    subnetwork_indices = reads(options.subnetwork_indices)
+    class_dim = reads(options.class_dim)
+    dict_key_x = reads(options.dict_key_x)
+    dict_key_y = reads(options.dict_key_y)
+    enable_backprop = reads(options.enable_backprop, options.set_enable_backprop)
 
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood, as an object."""
-        return self.runner.spec.likelihood
+    # ---- the values -------------------------------------------------------------------------------------------------
 
-    @property
-    def structure(self) -> Structure:
-        """The structure, as an object."""
-        return self.runner.spec.structure
-
-    @property
-    def curvature(self) -> Estimator | str | None:
-        """The curvature, by name; an estimator of your own as it is. None until `fit` chooses, if you did not."""
-        asked = self.runner.spec.curvature
-        if asked is not None and CURVATURES.get(asked.name) is not type(asked):
-            return asked
-        return self._fit.kind if self._fit is not None else None if asked is None else asked.name
-
-    @property
-    def curvature_samples(self) -> int:
-        """Vectors per example that an estimated curvature draws."""
-        return self.runner.spec.estimator.vectors
-
-    @property
-    def subnetwork_indices(self) -> Tensor | None:
-        """Of subset_of_weights='subnetwork': the indices into all trainable weights, ascending."""
-        subset = self.runner.spec.weights
-        return subset.indices.clone() if isinstance(subset, Subnetwork) else None
-
-    @property
-    def class_dim(self) -> int | None:
-        """Which dimension of the outputs has the classes."""
-        return self.runner.spec.class_dim
-
-    @property
-    def dict_key_x(self) -> str:
-        """The key of the main input in batches that are mappings."""
-        return self.runner.spec.keys.x
-
-    @property
-    def dict_key_y(self) -> str:
-        """The key of the labels in batches that are mappings."""
-        return self.runner.spec.keys.y
-
-    @property
-    def enable_backprop(self) -> bool:
-        """Whether gradients flow from predictions to the inputs; may be set."""
-        return self.runner.enable_backprop
-
-    @enable_backprop.setter
-    def enable_backprop(self, value: bool) -> None:
-        self.runner.enable_backprop = flag(value, "enable_backprop")
-
-    # ---- hyperparameters ------------------------------------------------------------------------------------------
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """A scalar, one value per parameter tensor, or one per weight. Setting it needs no refit.
-
-        Of a prior of another kind see `prior`, `prior.hyperparameters` and `prior_precision_diag`.
-        """
-        return self._gaussian_prior.precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        self._set_prior(self._gaussian_prior.with_precision(value))
-
-    @property
-    def prior_mean(self) -> Tensor:
-        """A scalar or one value per weight."""
-        mean = getattr(self._prior, "mean", None)
-        if mean is None:
-            raise UnsupportedError(f"the prior is {self._prior}, which has no mean of its own.")
-        return mean
-
-    @prior_mean.setter
-    def prior_mean(self, value: float | Tensor) -> None:
-        self._set_prior(self._prior.with_mean(value))
-
-    @property
-    def prior(self) -> Prior:
-        """The prior as a whole, with what earlier tasks left. Setting it needs no refit."""
-        return self._prior
-
-    @prior.setter
-    def prior(self, value: Prior) -> None:
-        prior = prior_of(value, 1.0, 0.0, self.structure.described)
-        prior.require_structure(self.structure.takes)
-        self._set_prior(prior)
-
-    @property
-    def sigma_noise(self) -> Tensor:
-        """Standard deviation of the observation noise (regression). Setting it needs no refit.
-
-        One number, or one per output. Of a vector, fit takes in the relation of the outputs' noise to each other; after
-        that, one number sets the level of all (their geometric mean), and so does tuning.
-        """
-        return self.likelihood.noise_at(self._sigma)
-
-    @sigma_noise.setter
-    def sigma_noise(self, value: float | Tensor) -> None:
-        self._sigma = self._take_noise(value)
-
-    @property
-    def noise_level(self) -> Tensor:
-        """The level of all outputs' noise, ()."""
-        return self._sigma
-
-    @property
-    def temperature(self) -> float:
-        """T of p(D given theta)^(1/T), the likelihood's: it changes the posterior. Setting it needs no refit."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        self._temperature = one_positive(value, "temperature")
-
-    @property
-    def softmax_temperature(self) -> float:
-        """T of p(y given f / T): it divides the logits of predictions, N(f / T, S / T^2). Setting it needs no refit."""
-        return self._softmax_temperature
-
-    @softmax_temperature.setter
-    def softmax_temperature(self, value: float) -> None:
-        self._softmax_temperature = self._take_softmax_temperature(value)
-
-    # ---- the posterior --------------------------------------------------------------------------------------------
+    prior_precision = holds(holding.prior_precision, holding.set_prior_precision)
+    prior_mean = holds(holding.prior_mean, holding.set_prior_mean)
+    prior = reads(holding.prior, holding.set_prior)
+    sigma_noise = holds(holding.sigma_noise, holding.set_sigma_noise)
+    noise_level = reads(holding.noise_level)
+    temperature = reads(holding.temperature, holding.set_temperature)
+    softmax_temperature = reads(holding.softmax_temperature, holding.set_softmax_temperature)
+    is_fitted = reads(holding.is_fitted)
+    training_data = reads(holding.training_data)
+    posterior = reads(holding.posterior)
+    log_marginal_likelihood = holding.log_marginal_likelihood
+    marglik = log_marginal_likelihood
+    """The paper's name of `log_marginal_likelihood`."""
 
     @refuse_unknown_keywords
     @plainly
     def fit(
         self,
-        train_loader: Iterable[Any],
-        override: bool = True,
+        train_loader: Any,
+        override: Any = True,
         progress_bar: bool = False,
         *,
+        y: Any = None,
         generator: torch.Generator | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         every: int = 100,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        batch_size: int | None = None,
     ) -> Self:
         """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
 
@@ -342,13 +247,19 @@ class Laplace:
 
         Args:
             train_loader: batches, read once or as often as the structure needs: pairs `(x, y)`, or `(x, y, weights)`
-                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator.
-            override: False adds the data to what was seen before.
+                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator. Or the
+                inputs of all data, as arrays, DataFrames or tensors, with labels beside them: `la.fit(x, y)`. Or a
+                dataset of single examples, a Lightning DataModule, or a `transformers.Trainer`, whose training data is
+                read in order.
+            override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
             progress_bar: whether one is shown.
+            y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
             generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
             checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
                 there, and removes it.
             every: how many batches apart that is.
+            collate_fn: of a dataset, makes a batch of a list of examples, as a data collator of transformers does.
+            batch_size: of a dataset or of `la.fit(x, y)`, examples in a batch; 32 or 128 if left out.
 
         Returns:
             The object itself.
@@ -360,107 +271,27 @@ class Laplace:
             UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
         """
-        if isinstance(train_loader, Tensor) and isinstance(override, Tensor):
-            raise InputError("la.fit(x, y) takes batches, not inputs and labels. Write la.fit([(x, y)]).")
-        before = None if flag(override, "override") else self._fit
+        train_loader, override = training_data(train_loader, override, y, batch_size, collate_fn)
+        before = None if flag(override, "override") else self.values.fit
         journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)
-        self._fit = sums_of(
+        fit = sums_of(
             self.runner,
             train_loader,
-            self._prior,
+            self.prior,
             before,
             progress_bar=flag(progress_bar, "progress_bar"),
             generator=generator,
             journal=journal,
         )
-        known = before is None and not isinstance(train_loader, Iterator)
-        self._training_data = train_loader if known else None
+        again = before is None and not isinstance(train_loader, Iterator)
+        self.values = replace(self.values, fit=fit, training_data=train_loader if again else None)
         return self
-
-    @refuse_unknown_keywords
-    @plainly
-    def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
-    ) -> Tensor:
-        """The log evidence, differentiable in both arguments; values that are given are kept, as if set.
-
-        Args:
-            prior_precision: one number, one per parameter tensor, or one per weight; the current one if left out.
-            sigma_noise: of a regression; the current one if left out.
-
-        Returns:
-            A scalar, float64. Larger is better.
-
-        Raises:
-            NotFittedError: before `fit`.
-            OptionError: a value that is not positive, or of another length.
-            NumericalError: a posterior precision that is not positive definite.
-        """
-        before = self._prior, self._sigma
-        try:
-            sigma = self._sigma if sigma_noise is None else self._take_noise(sigma_noise)
-            if prior_precision is not None:
-                self.prior_precision = prior_precision
-            self._sigma = sigma
-            return self.posterior.log_evidence
-        except LaplaceError:
-            self._prior, self._sigma = before
-            raise
-
-    marglik = log_marginal_likelihood
-    """The paper's name of `log_marginal_likelihood`."""
-
-    @property
-    def posterior(self) -> Posterior:
-        """The Gaussian at the current hyperparameters, kept until one of them changes."""
-        if self._fit is None:
-            raise NotFittedError("this posterior has seen no data. Call la.fit(train_loader) first.")
-        posterior = Posterior(self._fit, self._prior, self._sigma, self._temperature)
-        if posterior.needs_grad and torch.is_grad_enabled():
-            return posterior  # its graph belongs to the caller
-        values = (posterior.fit, posterior.prior, posterior.sigma, posterior.temperature)
-        versions = tuple(t._version for t in (*posterior.prior.tensors, posterior.sigma))
-        cached = self._cached
-        if cached is None or cached[1] != versions or any(a is not b for a, b in zip(cached[0], values, strict=True)):
-            cached = self._cached = (values, versions, posterior.detached())
-            self._notice_clipped(cached[2])
-        return cached[2]
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether the posterior has seen data."""
-        return self._fit is not None
-
-    @property
-    def training_data(self) -> Iterable[Any] | None:
-        """What `fit` was given, for tuning; a reference, which is not in files, pickles and copies.
-
-        None if it was an iterator, or was added to earlier data.
-        """
-        return self._training_data
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of outputs, C."""
-        return self.posterior.fit.n_outputs
-
-    @property
-    def frame(self) -> Frame:
-        """How inputs come to it, for predictions."""
-        spec = self.runner.spec
-        return Frame(spec.keys, spec.class_dim, spec.budget, self.enable_backprop, spec.structure.functional)
-
-    def coverage(self) -> Coverage:
-        """A table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes.
-
-        Raises:
-            NotFittedError: before `fit`.
-        """
-        return coverage_of(self.posterior.fit, self.runner.plan)
 
     # ---- what is done with it: functions of other rooms -------------------------------------------------------------
 
+    frame = reads(options.frame)
     outputs = outputs_of
+    warn_once = options.warn_once
     __call__ = predicting.call
     predict = predicting.predict
     functional_samples = predicting.functional_samples
@@ -471,11 +302,14 @@ class Laplace:
     calibrate = calibrating.calibrate
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
+    module = serving.module
 
+    coverage = inspection.coverage
     mean = reads(inspection.mean)
     n_params = reads(inspection.n_params)
     n_layers = reads(inspection.n_layers)
     n_data = reads(inspection.n_data)
+    n_outputs = reads(inspection.n_outputs)
     loss = reads(inspection.loss)
     H = reads(inspection.H)
     spectrum = reads(inspection.spectrum)
@@ -497,92 +331,12 @@ class Laplace:
     functional_variance = inspection.functional_variance
     functional_covariance = inspection.functional_covariance
 
-    def warn_once(self, key: str, message: str) -> None:
-        """Warn of something the first time that it happens.
-
-        Args:
-            key: what it is called; a second warning under the same key is left out.
-            message: what is said.
-        """
-        self.runner.warn_once(key, message)
-
     # ---- keeping and joining ----------------------------------------------------------------------------------------
 
-    def state_dict(self, with_data: bool = False) -> dict[str, Any]:
-        """Everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
-
-        Args:
-            with_data: needed for a 'gp', which is made of some points of the data.
-
-        Raises:
-            NotFittedError: before `fit`.
-            UnsupportedError: a 'gp' without `with_data`.
-        """
-        return states.state_dict(self, flag(with_data, "with_data"))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, on the same network with the same options.
-
-        Args:
-            state: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
-
-        Raises:
-            InputError: a state of other options, or of other parameters.
-        """
-        found = states.restored(self.runner, state, self._prior)
-        temperature = one_positive(found.temperature, "temperature")
-        softmax_temperature = self._take_softmax_temperature(found.softmax_temperature)
-        self._sigma, self._temperature = self._take_noise(found.sigma_noise), temperature
-        self._softmax_temperature = softmax_temperature
-        self._fit, self._prior, self._training_data = found.fit, found.prior, None
-        self.runner.adopt(found.weights)
-
-    @refuse_unknown_keywords
-    def save(self, path: str | os.PathLike[str], with_data: bool = False) -> None:
-        """Write a fitted posterior to a file of safetensors: no code, and no training data.
-
-        Args:
-            path: the file; one of that name is replaced once the new one is whole. Missing folders are made.
-            with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
-                file has their numbers and a digest, and `load` needs the data.
-
-        Raises:
-            NotFittedError: before `fit`.
-            UnsupportedError: a network whose weights have changed since.
-        """
-        files.save(self, path_of(path, "path"), flag(with_data, "with_data"))
-
-    @classmethod
-    @refuse_unknown_keywords
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        *,
-        likelihood: Likelihood | str | None = None,
-        prior: Prior | None = None,
-        hessian_structure: Structure | None = None,
-        subset_of_weights: Subset | None = None,
-        names: Mapping[str, str] | None = None,
-        data: Iterable[Any] | None = None,
-    ) -> Self:
-        """The posterior that `save` wrote, on the same network with the same weights; all options are in the file.
-
-        Args:
-            path: the file.
-            model: the network, with the weights at which the posterior was fitted.
-            likelihood: one of your own, if it was fitted with one.
-            prior: one of `from_log_density`, if it was fitted with one; its hyperparameters are taken from the file.
-            hessian_structure: one of your own, if it was fitted with one.
-            subset_of_weights: one of your own, if it was fitted with one.
-            names: {old: new} where parameters or modules have other names now.
-            data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
-
-        Raises:
-            CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
-        """
-        parts = hessian_structure, subset_of_weights
-        return files.load(cls, path_of(path, "path"), model, likelihood, prior, names, data, *parts)
+    state_dict = states.state_dict
+    load_state_dict = states.load_state_dict
+    save = files.save
+    load = classmethod(files.load)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the posterior; the network is yours to move.
@@ -593,13 +347,7 @@ class Laplace:
         Returns:
             The object itself.
         """
-        try:
-            device = torch.device(device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise OptionError(f"device={shown(device)} is no device of torch here, as 'cpu' is: {error}") from None
-        if self._fit is not None:
-            self._fit = self._fit.to(device)
-        self._prior, self._sigma = self._prior.to(device), self._sigma.to(device)
+        self.values = self.values.to(holding.device_named(device))
         return self
 
     def __add__(self, other: Any) -> Self:
@@ -620,61 +368,23 @@ class Laplace:
             return NotImplemented
         return self._with(self.posterior.fit)
 
-    def __repr__(self) -> str:
-        posterior = None if self._fit is None else self.posterior
-        temperatures = self._temperature, self._softmax_temperature
-        return summary(self.runner, posterior, self._prior, self.sigma_noise, *temperatures)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"runner": copy.copy(self.runner), "_training_data": None}  # a copy learns about its network by itself
-        return self.__dict__ | own
-
     def _with(self, fit: Fit) -> Self:
+        """Return a copy with other sums."""
         out = copy.copy(self)
-        out.runner, out._fit, out._cached = self.runner.with_structure_of(fit), fit, None
+        out.runner, out.values = self.runner.with_structure_of(fit), replace(out.values, fit=fit)
         return out
 
-    def _set_prior(self, prior: Prior) -> None:
-        if self._fit is not None:
-            prior.check(self._fit.layout, self.structure.takes)
-        self._prior = prior
+    def __repr__(self) -> str:
+        return summary(self)
 
-    @property
-    def _gaussian_prior(self) -> GaussianPrior:
-        if isinstance(self._prior, GaussianPrior):
-            return self._prior
-        raise UnsupportedError(
-            f"the prior is {self._prior}, which has no prior_precision. There is: la.prior.hyperparameters, "
-            "la.prior_precision_diag (of -d2 log p at the weights), and la.prior = ... to set another."
-        )
+    def __getattr__(self, name: str) -> Any:
+        """Look up a name that is not here among the further ones; what a property raised is raised again."""
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
+        if name not in FURTHER:
+            raise AttributeError(f"a Laplace object has no attribute {name!r}. See dir(la).")
+        return FURTHER[name].__get__(self, type(self))
 
-    def _notice_clipped(self, posterior: Posterior) -> None:
-        """Warn once where the curvature of the prior was not positive."""
-        if posterior.prior.quadratic or not posterior.prior_clipped.count:
-            return
-        clipped, prior = posterior.prior_clipped, posterior.prior
-        named = ", ".join(prior.hyperparameters) or "its constants"
-        remedy = "a larger scale has fewer" if "scale" in prior.hyperparameters else f"other values of {named} may help"
-        self.warn_once(
-            "prior_clipped",
-            f"-d2 log p of {prior} has {clipped.count} negative eigenvalues at the weights, the lowest "
-            f"{clipped.lowest:.2g} of the largest; they are set to zero, and these weights are held by the data alone. "
-            f"See la.prior_clipped; {remedy}.",
-        )
-
-    def _take_softmax_temperature(self, value: float) -> float:
-        number = one_positive(value, "softmax_temperature")
-        self.likelihood.check_softmax_temperature(number)
-        return number
-
-    def _take_noise(self, value: float | Tensor) -> Tensor:
-        """Return one level of noise, (); what the outputs' noise is relative to each other is the likelihood's."""
-        likelihood, level = self.likelihood.with_noise(own(positive(value, "sigma_noise")))
-        if likelihood is not self.likelihood and self._fit is not None:
-            raise OptionError(
-                "the noise of the outputs relative to each other is part of the curvature; after fit, sigma_noise can "
-                "be scaled as a whole: give one number. For another relation make a new Laplace(..., sigma_noise=...)."
-            )
-        if likelihood is not self.likelihood:
-            self.runner.spec = replace(self.runner.spec, likelihood=likelihood)
-        return level
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickles and copies take over: a copy learns about its network by itself."""
+        return self.__dict__ | {"runner": copy.copy(self.runner), "values": self.values.copied()}

@@ -276,14 +276,22 @@ def estimator_named(
     return made()
 
 
+def name_of_backend(backend: Any) -> str | None:
+    """Return the name of a backend that is given by name, as a class, or as an object of that class."""
+    if backend is None or isinstance(backend, str):
+        return backend
+    return getattr(backend, "__name__", type(backend).__name__)
+
+
 def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> Any:
     """Return the curvature for a backend class of laplace-torch, or `name` if no backend is given."""
     if backend is None:
         if backend_kwargs is not None and (not isinstance(backend_kwargs, Mapping) or backend_kwargs):
             raise OptionError("backend_kwargs= goes with backend=. Write curvature= and curvature_samples= instead.")
         return name
-    label = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
-    meant = next((kind for end, kind in _BACKENDS.items() if label.endswith(end)), None)
+    label = name_of_backend(backend)
+    assert label is not None
+    meant = next((kind for part, kind in _BACKENDS.items() if part in label), None)
     if meant == "ggn" and isinstance(backend_kwargs, Mapping) and backend_kwargs.get("stochastic"):
         meant = "mc"
     if meant is None or (name is not None and str(name) != meant):
@@ -299,40 +307,71 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
     `**options: Unpack[...]`, the keys of that TypedDict are allowed. If it ends with `**model_kwargs`, these go to the
     network, and are refused once the network does not take them.
     """
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    further = [str(p.annotation) for p in parameters if p.kind is p.VAR_KEYWORD]
-    passed_on = "Any" in further
-    known |= {key for annotation in further if annotation != "Any" for key in _unpacked(annotation)}
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    needed = [name for name in needed if name not in ("self", "cls")]
-    owner = function.__qualname__.removesuffix(".__init__")
-    if parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
-        owner = f"Laplace.{owner}" if owner != "call" else "Laplace.__call__"
-
-    def refused(name: str, where: str = "") -> OptionError:
-        hint = did_you_mean(name, sorted(known - {"self"})) or f" See help({owner})."
-        return OptionError(f"{owner} has no option {name!r}{where}.{hint}")
+    call = _Call(function)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        strange = [name for name in kwargs if name not in known]
-        if strange and not passed_on:
-            raise refused(strange[0])
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise OptionError(f"{owner}: {error}. Write {owner}({', '.join(needed)}); see help({owner}).") from None
+        strange = call.check(args, kwargs)
         try:
             return function(*args, **kwargs)
         except (ModelError, TypeError) as error:
             for name in strange:
                 if f"unexpected keyword argument {name!r}" in str(error):
-                    raise refused(name, ", and the network takes no such keyword") from error
+                    raise call.refused(name, ", and the network takes no such keyword") from error
             raise
 
     return checked
+
+
+def checked_before(function: Callable[..., None]) -> Callable[..., Any]:
+    """Return a `__new__` that refuses the same for `__init__`, which stays the function that was written.
+
+    So libraries that read the names of its arguments find them. Copies and pickles, which call it without arguments,
+    are made without a check.
+    """
+    call = _Call(function)
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if (args or kwargs) and cls.__init__ is function:
+            call.check((cls, *args), kwargs)
+        return object.__new__(cls)
+
+    vars(__new__)["__signature__"] = inspect.signature(function)
+    return __new__
+
+
+class _Call:
+    """Knows the arguments of a function, and words the error about wrong ones."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.signature = inspect.signature(function)
+        parameters = list(self.signature.parameters.values())
+        self.known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        further = [str(p.annotation) for p in parameters if p.kind is p.VAR_KEYWORD]
+        self.passed_on = "Any" in further
+        self.known |= {key for annotation in further if annotation != "Any" for key in _unpacked(annotation)}
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.needed = [name for name in needed if name not in ("self", "cls")]
+        self.owner = function.__qualname__.removesuffix(".__init__")
+        if parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
+            self.owner = f"Laplace.{self.owner}" if self.owner != "call" else "Laplace.__call__"
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """Refuse a call with wrong arguments. Return the keywords that go to the network."""
+        strange = [name for name in kwargs if name not in self.known]
+        if strange and not self.passed_on:
+            raise self.refused(strange[0])
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            write = f"Write {self.owner}({', '.join(self.needed)}); see help({self.owner})."
+            raise OptionError(f"{self.owner}: {error}. {write}") from None
+        return strange
+
+    def refused(self, name: str, where: str = "") -> OptionError:
+        """Return the error about an unknown keyword."""
+        hint = did_you_mean(name, sorted(self.known - {"self"})) or f" See help({self.owner})."
+        return OptionError(f"{self.owner} has no option {name!r}{where}.{hint}")
 
 
 def _unpacked(annotation: str) -> Iterable[str]:

@@ -39,15 +39,30 @@ def correlations(draws):  # (S, M) -> (M, M)
     return torch.corrcoef(draws.T)
 
 
-def test_independent_draws_have_the_marginal_variances():
+@pytest.mark.parametrize("apart", [True, False])
+def test_independent_draws_have_the_marginal_variances(apart):
     mean = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, 7.0]], dtype=torch.float64)
     variance = torch.tensor([[0.01, 4.0, 1.0], [25.0, 0.25, 0.09]], dtype=torch.float64)
-    draws = torch.cat(list(OutputGaussian(mean, variance).draws(Draws(40_000, seeded()))), 1)
+    draws = torch.cat(list(OutputGaussian(mean, variance).draws(Draws(40_000, seeded(), apart))), 1)
     assert draws.shape == (40_000, 2, 3)
     torch.testing.assert_close(draws.var(0), variance, rtol=0.04, atol=0)
     assert float(((draws.mean(0) - mean) / variance.sqrt()).abs().max()) < 5 / 200
-    off = correlations(draws.flatten(1)) - torch.eye(6, dtype=torch.float64)
+    between = torch.eye(2, dtype=torch.float64) if apart else torch.ones(2, 2, dtype=torch.float64)  # inputs
+    off = correlations(draws.flatten(1)) - torch.kron(between, torch.eye(3, dtype=torch.float64))
     assert float(off.abs().max()) < 5 / 200
+
+
+@pytest.mark.parametrize("c", [3, 200])
+def test_shared_draws_depend_on_the_generator_alone_and_not_on_the_parts_that_they_are_made_in(c):
+    torch.manual_seed(0)
+    f, v = torch.randn(7, c, dtype=torch.float64), torch.rand(7, c, dtype=torch.float64)
+    state = torch.get_rng_state()
+    whole = torch.cat(list(OutputGaussian(f, v).draws(Draws(50, seeded()))), 1)
+    again = Draws(50, seeded())
+    parts = [torch.cat(list(OutputGaussian(f[i : i + 2], v[i : i + 2]).draws(again)), 1) for i in range(0, 7, 2)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(torch.cat(list(OutputGaussian(f, v).draws(Draws(50, seeded(1)))), 1), whole)
 
 
 def test_draws_with_a_covariance_have_it():

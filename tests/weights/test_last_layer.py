@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,48 @@ def test_feature_reduction_is_what_the_network_does_after_its_head(way):
     with pytest.warns(LaplaceWarning, match=f"feature_reduction='{way}'"):
         found = Laplace(model, "classification", hessian_structure="full").fit(cut(x, y, 5))
     torch.testing.assert_close(found.H, same.H)
+
+
+class Padded(nn.Module):
+    """Picks the last token of each row that is none of the padding, as decoders do."""
+
+    def __init__(self, outputs: int = 2) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(9, 4), nn.GRU(4, 5, batch_first=True), nn.Linear(5, outputs)
+
+    def last(self, ids: torch.Tensor) -> torch.Tensor:
+        return (ids != 0).sum(1) - 1
+
+    def features(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self.embed(ids))[0][torch.arange(len(ids)), self.last(ids)]
+
+    def forward(self, ids):
+        return self.head(self.body(self.embed(ids))[0])[torch.arange(len(ids)), self.last(ids)]
+
+
+def padded_ids() -> torch.Tensor:
+    ids = torch.randint(1, 9, (12, 6))
+    for i in range(12):
+        ids[i, 1 + i % 6 :] = 0
+    ids[3, 2] = ids[3, 1]
+    return ids
+
+
+@pytest.mark.parametrize("head", ["trained", "zero"])
+@pytest.mark.parametrize("outputs", [2, 20])
+@pytest.mark.parametrize("given", ["pick_last", None])
+def test_pick_last_is_the_last_token_of_each_row_that_is_no_padding(given, outputs, head):
+    torch.manual_seed(0)
+    model, ids, y = Padded(outputs).double(), padded_ids(), torch.randint(2, (12,))
+    if head == "zero":  # all positions have the same outputs, and other features
+        nn.init.zeros_(model.head.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LaplaceWarning)
+        la = Laplace(model, "classification", feature_reduction=given, hessian_structure="full").fit(cut(ids, y, 5))
+    phi = model.features(ids).detach()
+    same = Laplace(nn.Sequential(model.head), "classification", hessian_structure="full").fit(cut(phi, y, 5))
+    torch.testing.assert_close(la.H, same.H)
+    torch.testing.assert_close(la(ids), same(phi))
 
 
 def test_a_wrong_feature_reduction_is_an_error():

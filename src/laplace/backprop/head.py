@@ -24,7 +24,8 @@ from laplace.linalg.output_curvature import OutputCurvature
 from laplace.network.batches import Inputs
 from laplace.network.replica import replicate
 from laplace.predictive.positions import Positions
-from laplace.weights.last_layer import FoundLastLayer, close, is_output
+from laplace.weights.last_layer import FoundLastLayer, asked, close, is_output, last_of, positions_picked
+from laplace.weights.pointwise import Pointwise
 from laplace.weights.pointwise import features as features_last
 
 _LEAST = 4096  # runs with fewer rows are not cut: products of many rows are fast
@@ -73,7 +74,8 @@ class Head:
                 "subset_of_weights='all', or the layer's name as subset_of_weights=[name]."
             )
         phi, phi_version, out, version = seen[0]
-        self._check(out, version, f)
+        at = self._picked(inputs, layer, phi, out, f)
+        self._check(out, version, f, at)
         if phi._version != phi_version:
             raise ModelError(
                 f"the input of the last layer {name!r} is written to in place after the layer has read it. Replace "
@@ -81,7 +83,7 @@ class Head:
             )
         dtype = torch.promote_types(f.dtype, torch.float32)
         with nullcontext() if with_grad else torch.no_grad():
-            f, phi = inputs.combined(f), inputs.combined(self.weights.reduce(features_last(layer, phi)))
+            f, phi = inputs.combined(f), inputs.combined(self.weights.reduce(features_last(layer, phi), at))
             positions = Positions.of(f, self.class_dim)
             rows, features = positions.rows(f).to(dtype), phi.flatten(0, -2).to(dtype)
         if len(features) != len(rows):
@@ -93,11 +95,23 @@ class Head:
             )
         return HeadForward(rows, features, self.weights, positions, self.budget, 0.0 if inputs.pairs else 1.0)
 
-    def _check(self, out: Tensor, version: int, f: Tensor) -> None:
+    def _picked(self, inputs: Inputs, layer: Pointwise, phi: Tensor, out: Tensor, f: Tensor) -> Tensor | None:  # (N,)
+        """Return the position that the network picks of each row, found by its outputs. None if no row has its own."""
+        same = positions_picked(out, f) if self.weights.reduction == "pick_last" else None
+        if same is None:
+            return None
+        at, first = last_of(same), same.int().argmax(1)
+        h = features_last(layer, phi)
+        if close(self.weights.reduce(h, first).detach(), self.weights.reduce(h, at).detach()):
+            return at
+        same = positions_picked(*asked(self.replica, layer, inputs.normal_tensors()))  # tied outputs, other features
+        return at if same is None else last_of(same)
+
+    def _check(self, out: Tensor, version: int, f: Tensor, at: Tensor | None) -> None:
         if self.weights.reduction is None or out.dim() == 2:
             same = is_output(out, version, f)
         else:
-            same = out._version == version and close(self.weights.reduce(out), f)
+            same = out._version == version and close(self.weights.reduce(out, at), f)
         if not same:
             raise ModelError(
                 f"the output of the last layer {self.weights.module!r} {tuple(out.shape)} is not the network's output "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import nn
 
@@ -12,7 +12,8 @@ from laplace.checkpoints import container
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
 from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
-from laplace.checks import options_of, shown
+from laplace.checks import flag, options_of, path_of, shown
+from laplace.curvature import CURVATURES, Estimator
 from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.inference.source import Fitted
@@ -21,9 +22,9 @@ from laplace.network import digests
 from laplace.network.batches import device_of
 from laplace.network.pytree import map_tensors
 from laplace.posterior.posterior import Fit
-from laplace.priors import Prior
+from laplace.priors import PRIORS, Prior
 from laplace.priors.custom import Custom
-from laplace.spec import STRUCTURE_OPTIONS, structure_named
+from laplace.spec import STRUCTURE_OPTIONS, refuse_unknown_keywords, structure_named
 from laplace.structures import STRUCTURES, Structure
 from laplace.structures.functional import FUNCTIONAL
 from laplace.weights import All, Choice, LastLayer, Named, Subnetwork, Subset, Where
@@ -39,15 +40,26 @@ class Loadable(Protocol):
     @property
     def runner(self) -> Runner: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
 
 
 Kind = TypeVar("Kind", bound=Loadable)
 
 
-def save(la: Kept, path: str | os.PathLike[str], with_data: bool = False) -> None:
-    """Write a posterior to a file. The training inputs of a 'gp' are written only with `with_data`."""
-    fit = la.posterior.fit
+@refuse_unknown_keywords
+def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False) -> None:
+    """Write a fitted posterior to a file of safetensors: no code, and no training data.
+
+    Args:
+        path: the file; one of that name is replaced once the new one is whole. Missing folders are made.
+        with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
+            file has their numbers and a digest, and `load` needs the data.
+
+    Raises:
+        NotFittedError: before `fit`.
+        UnsupportedError: a network whose weights have changed since.
+    """
+    path, with_data, fit = path_of(path, "path"), flag(with_data, "with_data"), la.posterior.fit
     if changed := la.runner.changed(fit.mean, thoroughly=True):
         raise UnsupportedError(
             f"{changed} since fit, and a posterior is saved with a digest of the weights that it belongs to. Call "
@@ -60,18 +72,39 @@ def save(la: Kept, path: str | os.PathLike[str], with_data: bool = False) -> Non
     container.write(path, KIND, contents)
 
 
+@refuse_unknown_keywords
 def load(
-    make: Callable[..., Kind],
+    cls: type[Kind],
+    /,
     path: str | os.PathLike[str],
     model: nn.Module,
-    likelihood: Likelihood | str | None,
-    prior: Prior | None,
-    names: Mapping[str, str] | None,
-    data: Iterable[Any] | None,
-    structure: Structure | None = None,
-    subset: Subset | None = None,
+    *,
+    likelihood: Likelihood | str | None = None,
+    prior: Prior | None = None,
+    hessian_structure: Structure | None = None,
+    subset_of_weights: Subset | None = None,
+    curvature: Estimator | None = None,
+    names: Mapping[str, str] | None = None,
+    data: Iterable[Any] | None = None,
 ) -> Kind:
-    """Return the posterior at `path` on `model`. The other arguments are parts that a file cannot hold."""
+    """Return the posterior that `save` wrote, on the same network with the same weights; all options are in the file.
+
+    Args:
+        path: the file.
+        model: the network, with the weights at which the posterior was fitted.
+        likelihood: one of your own, if it was fitted with one.
+        prior: one of `from_log_density` or of a class of your own, if it was fitted with one; its hyperparameters are
+            taken from the file.
+        hessian_structure: one of your own, if it was fitted with one.
+        subset_of_weights: one of your own, if it was fitted with one.
+        curvature: one of your own, if it was fitted with one.
+        names: {old: new} where parameters or modules have other names now.
+        data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+
+    Raises:
+        CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
+    """
+    path = path_of(path, "path")
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
     if names is not None and not (
@@ -87,8 +120,10 @@ def load(
         own = _likelihood(options.pop("likelihood"), likelihood, path)
         noise = {"sigma_noise": state["sigma_noise"]} if state["sigma_noise"].numel() > 1 and likelihood is None else {}
         given = {} if prior is None else {"prior": _own_prior(state, prior, path)}
-        options["hessian_structure"] = _structure(options, structure, path)
-        options["subset_of_weights"] = _subset_of(options, subset, path)
+        options["hessian_structure"] = _structure(options, hessian_structure, path)
+        options["subset_of_weights"] = _subset_of(options, subset_of_weights, path)
+        options["curvature"] = _curvature_of(options, curvature, path)
+        make = cast("Callable[..., Kind]", cls)
         la = make(model, own, **given, **noise, **_renamed_options(options, state, bool(names), rename))
         state["subset_of_weights"] = la.runner.spec.weights.label
         _require_same_weights(la.runner, state, path)
@@ -181,6 +216,21 @@ def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:
     return given
 
 
+def _curvature_of(options: dict[str, Any], given: Estimator | None, path: Any) -> Estimator | str:
+    """Return the curvature of a file, or the given one, which must be the one that was saved."""
+    told, samples = options["curvature"], options["curvature_samples"]
+    if given is None:
+        if told not in CURVATURES:
+            raise _missing(path, "curvature", told, "curvature=")
+        return told
+    if not isinstance(given, Estimator):
+        raise OptionError(f"curvature={shown(given)} must be the estimator itself, as in MyEstimator().")
+    if (given.name, given.vectors) != (told, samples):
+        there, here = (f"{name!r} of {n} vectors" for name, n in ((told, samples), (given.name, given.vectors)))
+        raise CheckpointError(f"{str(path)!r} has the curvature {there}; curvature= is {here}.")
+    return given
+
+
 def _missing(path: Any, what: str, name: str, argument: str) -> CheckpointError:
     return CheckpointError(
         f"{str(path)!r} needs your own {what}, {name!r}, because files hold no code. Write "
@@ -230,13 +280,18 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
 
 
 def _own_prior(state: Mapping[str, Any], given: Prior, path: Any) -> Prior:
-    """Return the given prior if the file has one of that name."""
+    """Return the given prior if the file has one of that name, whose code files do not hold."""
+    if not isinstance(given, Prior):
+        raise OptionError(f"prior={shown(given)} must be the prior itself, as in MyPrior(scale=1.0).")
     told = state.get(PRIOR, {})
-    if not isinstance(given, Custom) or told.get("called") != given.called:
-        there = f"from_log_density({told['called']})" if "called" in told else "with all of its values"
+    own = told.get("kind") == given.name and given.name not in PRIORS
+    if not own or (isinstance(given, Custom) and told.get("called") != given.called):
+        called = f"from_log_density({told['called']})" if "called" in told else f"{told.get('kind')!r}"
+        there = "with all of its values" if told.get("kind", "gaussian") in {*PRIORS, "gaussian"} else called
         raise CheckpointError(
-            f"{str(path)!r} has its prior {there}, but prior= is {given!r}. prior= is only for priors of "
-            "from_log_density. Leave it out for others, and set la.prior afterwards to change it."
+            f"{str(path)!r} has its prior {there}, but prior= is {given!r}. prior= is only for priors whose code is "
+            "yours: from_log_density, or a class of your own. Leave it out for others, and set la.prior afterwards to "
+            "change it."
         )
     return given
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, positive
+from laplace.checks import choice, flag, positive
 from laplace.errors import InputError, LaplaceError, NumericalError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.inference.source import Fitted
+from laplace.inference.values import Holder, Values
 from laplace.network.batches import Batch, Inputs
 from laplace.network.replica import plain_name, unwrap
 from laplace.posterior import schema
@@ -48,11 +49,16 @@ class Kept(Fitted, Protocol):
 
 
 def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
-    """Return everything that prediction, evidence and further fitting need.
+    """Return everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
 
-    With `with_data`, the state holds the inputs of kept points too.
+    Args:
+        with_data: needed for a 'gp', which is made of some points of the data.
+
+    Raises:
+        NotFittedError: before `fit`.
+        UnsupportedError: a 'gp' without `with_data`.
     """
-    points = la.posterior.fit.points
+    with_data, points = flag(with_data, "with_data"), la.posterior.fit.points
     if points is None:
         return state_without_inputs(la)
     if not with_data:
@@ -62,6 +68,21 @@ def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
             "file with the data, or take functional_approximation='nystrom', which keeps no inputs."
         )
     return state_without_inputs(la) | {INPUTS: [_plain(part.inputs.x) for part in points.parts]}
+
+
+def load_state_dict(la: Holder, state_dict: Mapping[str, Any]) -> None:
+    """Take over what `state_dict` gave, on the same network with the same options.
+
+    Args:
+        state_dict: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
+
+    Raises:
+        InputError: a state of other options, or of other parameters.
+    """
+    found = restored(la.runner, state_dict, la.values.prior)
+    numbers = found.sigma_noise, found.temperature, found.softmax_temperature
+    la.values = replace(Values.of(la.runner, found.prior, *numbers, before=la.values), fit=found.fit)
+    la.runner.adopt(found.weights)
 
 
 def state_without_inputs(la: Kept) -> dict[str, Any]:
@@ -231,10 +252,15 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
     told = state[PRIOR]
     if not isinstance(told, Mapping) or not isinstance(kind := told.get("kind"), str):
         raise InputError("the state is damaged: its prior has no kind.")
-    if kind != Custom.name:
-        if kind not in PRIORS:
-            raise InputError(f"the state is damaged: its prior is {kind!r}; known are {', '.join(map(repr, PRIORS))}.")
+    if kind in PRIORS:
         return PRIORS[kind].from_state(told, layout)
+    if kind != Custom.name:
+        if given.name != kind:
+            raise InputError(
+                f"the state has your own prior {kind!r}, and states hold no code. Give one of its class: "
+                f"Laplace(..., prior=), or Laplace.load(..., prior=). Known are {', '.join(map(repr, PRIORS))}."
+            )
+        return given.from_state(told, layout)
     if not isinstance(given, Custom) or given.called != told["called"]:
         raise InputError(
             f"the state has your own prior, from_log_density({told['called']}), and states hold no code. Give the "

@@ -1,6 +1,39 @@
-"""Provide laplace-torch's names: enums of options in `enums`, selectors of weights in `masks`."""
+"""Provide laplace-torch's names, and the only place in the library that knows them.
 
-from laplace.compat import enums as enums
-from laplace.compat import masks as masks
+What was `laplace.baselaplace`, `laplace.utils.matrix` and so on there can be imported from the same paths here.
+"""
 
-__all__ = ["enums", "masks"]
+from laplace.compat import (
+    attributes,
+    backends,
+    batches,
+    classes,
+    enums,
+    feature_extractor,
+    installation,
+    masks,
+    matrix,
+    metrics,
+    swag,
+    tensors,
+)
+
+__all__ = [
+    "attributes",
+    "backends",
+    "batches",
+    "classes",
+    "enums",
+    "feature_extractor",
+    "installation",
+    "masks",
+    "matrix",
+    "metrics",
+    "swag",
+    "tensors",
+]
+
+attributes.register()
+backends.register()
+enums.register()
+installation.notice_other_files()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from laplace.likelihoods import Likelihood as LikelihoodClass
+
 
 class _Name(str, Enum):
     def __str__(self) -> str:
@@ -29,6 +31,13 @@ class HessianStructure(_Name):
     INF = "inf"
     LOWRANK = "lowrank"
     GP = "gp"
+
+
+class FunctionalApproximation(_Name):
+    """Names the approximations of a posterior over functions."""
+
+    SOD = "sod"
+    NYSTROM = "nystrom"
 
 
 class Curvature(_Name):
@@ -96,3 +105,9 @@ class FeatureReduction(_Name):
     PICK_FIRST = "pick_first"
     PICK_LAST = "pick_last"
     AVERAGE = "average"
+
+
+def register() -> None:
+    """Let `laplace.Likelihood.REGRESSION` be a name, although `laplace.Likelihood` is a class of ours."""
+    for member in Likelihood:
+        setattr(LikelihoodClass, member.name, member)

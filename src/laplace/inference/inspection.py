@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laplace.checks import flag, shown
 from laplace.errors import InputError, UnsupportedError
+from laplace.inference.coverage import Coverage, coverage_of
 from laplace.inference.source import Fitted
 from laplace.linalg.autocast import plain, plainly
 from laplace.linalg.symmetric import Clipped
@@ -59,9 +61,23 @@ def n_data(la: Fitted) -> int:
     return la.posterior.fit.n_data
 
 
+def n_outputs(la: Fitted) -> int:
+    """Return the number of outputs, C."""
+    return la.posterior.fit.n_outputs
+
+
+def coverage(la: Fitted) -> Coverage:
+    """Return a table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes.
+
+    Raises:
+        NotFittedError: before `fit`.
+    """
+    return coverage_of(la.posterior.fit, la.runner.plan)
+
+
 def loss(la: Fitted) -> float:
-    """Return the training loss, summed over the data: half the squared error, or the cross-entropy."""
-    return float(la.posterior.fit.data["loss"])
+    """Return the training loss, summed over the data: half the squared error, or the cross-entropy. Has `item()`."""
+    return np.float64(la.posterior.fit.data["loss"].item())
 
 
 @plainly

@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
-from laplace.errors import InputError, LaplaceError
+from laplace.errors import InputError
+from laplace.inference.own_loss import EXAMPLES, OwnLoss, close, losses
 from laplace.likelihoods.base import IGNORED, Likelihood
 from laplace.likelihoods.categorical import Categorical
-from laplace.network.batches import Batch, Inputs, logits
-from laplace.network.replica import replicate
+from laplace.network.batches import Batch
 
-_EXAMPLES = 5  # how many are compared
-_CLOSE = 1e-4  # relative difference up to which two losses are equal
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _AS_GIVEN = "To decide yourself, give pairs (inputs, labels): their labels are not shifted."
 
@@ -82,8 +80,8 @@ def _network_shifts(
     if not counting:
         return None
     apart = batch.inputs.size == len(batch.y)  # examples can be separated, and a few are enough
-    part = (counting[0], counting[0] + _EXAMPLES) if apart else (0, len(batch.y))
-    y, own = batch.y[slice(*part)], _OwnLoss(replicate(model), batch.inputs.part(*part) if apart else batch.inputs)
+    part = (counting[0], counting[0] + EXAMPLES) if apart else (0, len(batch.y))
+    y, own = batch.y[slice(*part)], OwnLoss(model, batch.inputs.part(*part) if apart else batch.inputs)
     with torch.inference_mode(False), torch.no_grad():
         found = own(y)
         if found is None:
@@ -92,13 +90,22 @@ def _network_shifts(
         f = f.movedim(class_dim, -1) if -f.dim() <= class_dim < f.dim() else f
         if f.dim() != 3 or f.shape[:2] != y.shape or bool((((y < 0) & (y != IGNORED)) | (y >= f.shape[2])).any()):
             return False  # the error is raised later, where labels are checked
-        return _later(loss, f, y, own, warn)
+        return _later(loss, f, y, own, likelihood, warn)
 
 
-def _later(loss: Tensor, f: Tensor, y: Tensor, own: _OwnLoss, warn: Callable[[str], None]) -> bool:
+def _at_positions(f: Tensor, y: Tensor, likelihood: Likelihood) -> list[Tensor]:  # (N, T, C), (N, T)
+    """Return the losses of all positions: of the likelihood, and of labels as they are, which networks compare."""
+    rows, labels = f.flatten(0, 1), y.flatten().long()
+    rows, labels = rows[labels != IGNORED], labels[labels != IGNORED]
+    return [*losses(rows, labels, likelihood), *losses(rows, labels, Categorical())]
+
+
+def _later(
+    loss: Tensor, f: Tensor, y: Tensor, own: OwnLoss, likelihood: Likelihood, warn: Callable[[str], None]
+) -> bool:
     """Return whether the loss is that of the next labels. Warn if it is neither that nor the unshifted one."""
-    here, later = _losses(f, y), _losses(f[:, :-1], y[:, 1:])
-    fits = [any(_close(loss, other) for other in others) for others in (here, later)]
+    here, later = _at_positions(f, y, likelihood), _at_positions(f[:, :-1], y[:, 1:], likelihood)
+    fits = [any(close(loss, other) for other in others) for others in (here, later)]
     if fits == [True, True]:  # all logits are equal: does the first position's label count?
         alone = torch.full_like(y, IGNORED)
         alone[:, 0] = 0
@@ -118,48 +125,15 @@ def _later(loss: Tensor, f: Tensor, y: Tensor, own: _OwnLoss, warn: Callable[[st
     return not moves
 
 
-def _looks_at_first(loss: Tensor, y: Tensor, classes: int, own: _OwnLoss) -> bool:
+def _looks_at_first(loss: Tensor, y: Tensor, classes: int, own: OwnLoss) -> bool:
     """Return whether the loss depends on the label of the first position, whatever other terms it has."""
     for step in range(1, min(classes, 4)):  # several, because another label may have the same loss
         other = y.clone()
         other[:, 0] = (other[:, 0].clamp(min=-1) + step) % classes
         found = own(other)
-        if found is not None and not _close(found[0], loss, exactly=True):
+        if found is not None and not close(found[0], loss, exactly=True):
             return True
     return False
-
-
-class _OwnLoss:
-    """Computes the loss that a network returns when it gets labels."""
-
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
-        self.model, self.inputs = model, inputs
-
-    def __call__(self, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the loss and the logits; None if the network returns no loss."""
-        try:
-            output = self.inputs.copied().call_with_labels(self.model, y)
-            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-                return None
-            return loss.detach().reshape(()), logits(output)
-        except (LaplaceError, torch.OutOfMemoryError):
-            raise
-        except Exception:  # a network that takes no labels may raise anything
-            return None
-
-
-def _losses(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # (N, T, C), (N, T)
-    """Return the mean and the sum of the cross-entropy: networks return either."""
-    total = cross_entropy(f.flatten(0, 1).float(), y.flatten().long(), ignore_index=IGNORED, reduction="sum").double()
-    return total / (y != IGNORED).sum(), total
-
-
-def _close(loss: Tensor, other: Tensor, exactly: bool = False) -> bool:
-    """Return whether two losses are equal up to rounding. NaN, the mean of nothing, equals NaN."""
-    tolerance = 1e-7 if exactly else max(_CLOSE, 4 * torch.finfo(loss.dtype).eps)
-    same = (loss.double() - other.double()).abs() <= tolerance * other.abs().clamp(min=1e-3)
-    return bool(same | (loss.isnan() & other.isnan()))
 
 
 def _equal(y: Tensor, x: Any) -> bool:

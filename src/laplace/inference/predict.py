@@ -6,6 +6,7 @@ Inputs run in chunks, and the results are joined.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from laplace.inference.linearised import through_link
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, normals
-from laplace.network.batches import Inputs, prediction_batches
+from laplace.network.batches import Inputs, given_by_name, prediction_batches
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined, require_finite
 from laplace.predictive.positions import Positions
@@ -35,7 +36,7 @@ _MAX_COVARIANCE = 32  # with more outputs than this, `predict` computes covarian
 def call(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     joint: bool = False,
     link_approx: str | Link | None = None,
@@ -50,7 +51,7 @@ def call(
     Outputs at positions come in the network's own shape, covariances as (N, *positions, C, C).
 
     Args:
-        x: A tensor, a mapping, or a tuple of inputs.
+        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' averages the network itself over `n_samples` draws
             of the weights.
         joint: Whether to return one covariance over all inputs. Regression only.
@@ -77,6 +78,7 @@ def call(
         ModelError: the network fails on these inputs.
         MemoryBudgetError: the result would not fit into memory.
     """
+    x, model_kwargs = given_by_name(x, model_kwargs)
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
     (link, how), sampled = response.link_of(link_approx, as_in_paper=True), pred_type == "nn"
@@ -116,7 +118,7 @@ def call(
 def predict(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     link_approx: str | Link | None = None,
     n_samples: int = 100,
@@ -128,7 +130,8 @@ def predict(
     """Return p(y given x, data) with observation noise, its summaries, and both kinds of uncertainty.
 
     Args:
-        x: A tensor, a mapping, a tuple of inputs, or a DataLoader (its labels are not used).
+        x: A tensor, a mapping, a tuple of inputs, or a DataLoader (its labels are not used). A mapping may come by
+            name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with `n_samples` draws of the
             weights.
         link_approx: One of `la.likelihood.links`, or a `Link` of your own. If left out, `la.likelihood.default_link`:
@@ -151,6 +154,7 @@ def predict(
         ModelError: the network fails on these inputs.
         MemoryBudgetError: the result would not fit into memory.
     """
+    x, model_kwargs = given_by_name(x, model_kwargs)
     frame, response, c = source.frame, source.likelihood.response, source.n_outputs
     pred_type = pred_type_named(pred_type, frame.functional)
     link, how = response.link_of(link_approx)
@@ -196,7 +200,7 @@ def predict(
 def functional_samples(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     n_samples: int = 100,
     diagonal_output: bool = False,
@@ -208,7 +212,7 @@ def functional_samples(
     One draw of the weights is used for all inputs, so each draw is a smooth function of x.
 
     Args:
-        x: A tensor, a mapping, or a tuple of inputs.
+        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
         n_samples: How many draws.
         diagonal_output: With 'glm', whether to draw every output independently instead.
@@ -223,6 +227,7 @@ def functional_samples(
         UnsupportedError: 'nn' with a posterior over functions.
         MemoryBudgetError: the draws would not fit into memory.
     """
+    x, model_kwargs = given_by_name(x, model_kwargs)
     frame = source.frame
     pred_type = pred_type_named(pred_type, frame.functional)
     draws, diagonal_output = _draws(source, n_samples, 1, generator), flag(diagonal_output, "diagonal_output")
@@ -231,7 +236,7 @@ def functional_samples(
         if diagonal_output and pred_type == "glm":
             answer = Answer(frame.budget, FEWER, each=draws.n)
             parts = [part.outputs for part in shape.watch(source.outputs(inputs, Variances(), answer))]
-            drawn = torch.cat(list(joined(parts).draws(draws)), 1)
+            drawn = torch.cat(list(joined(parts).draws(replace(draws, apart=True))), 1)
         else:
             drawn = _samples(source.outputs(inputs, Functions(draws, exact=pred_type == "nn")), shape)
         return shape(drawn, lead=1)
@@ -241,7 +246,7 @@ def functional_samples(
 def predictive_samples(
     source: Source,
     /,
-    x: Any,
+    x: Any = None,
     pred_type: str = "glm",
     n_samples: int = 100,
     diagonal_output: bool = False,
@@ -251,7 +256,7 @@ def predictive_samples(
     """Draw the parameters of the predictive: outputs f for regression, class probabilities, or rates of counts.
 
     Args:
-        x: A tensor, a mapping, or a tuple of inputs.
+        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
         n_samples: How many draws.
         diagonal_output: With 'glm', whether to draw every output independently.

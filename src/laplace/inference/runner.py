@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor, distributed, nn
@@ -22,6 +23,7 @@ from laplace.errors import (
     warn,
 )
 from laplace.inference.next_tokens import are_shifted, labels_within, refuse_tokens_themselves, shifted
+from laplace.inference.own_loss import compare
 from laplace.inference.targets import check_finite
 from laplace.linalg.autocast import rounding
 from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
@@ -76,7 +78,9 @@ class Runner:
                 yield batch
                 continue
             if self.next_tokens is None:  # decided on the first batch that shows it
-                self.next_tokens = are_shifted(*meant, lambda text: self.warn_once("own loss", text))
+                self.next_tokens = are_shifted(*meant, partial(self.warn_once, "own loss"))
+                if self.next_tokens is False:
+                    compare(*meant, partial(self.warn_once, "own loss"))
             yield shifted(batch, spec.likelihood) if self.next_tokens else batch
 
     def told_apart(self, inputs: Inputs) -> Inputs:
@@ -179,7 +183,7 @@ class Runner:
         self.notice_changes(fit)
         assert self.weights is not None
         engine = self.engine(self.weights, self.plan)
-        inputs = self.told_apart(inputs.to(device_of(self.model)))
+        inputs = self.told_apart(inputs.as_tensors(self.model).to(device_of(self.model)))
         if not engine.linear and any(t.shape[:1] == (0,) for t in tensors_in(inputs.x)):
             raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
         seen = 0  # number of examples in the parts before

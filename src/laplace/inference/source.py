@@ -7,7 +7,7 @@ beside it work with any of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -193,7 +193,7 @@ def _joint(la: Fitted, inputs: Inputs, need: Joint) -> Part:
 def _function_draws(la: Fitted, inputs: Inputs, draws: Draws) -> Part:  # (S, N, C)
     """Draw the outputs at all inputs together from a posterior over functions."""
     whole = _joint(la, inputs, Joint("Take fewer inputs, or diagonal_output=True."))
-    drawn = torch.cat(list(whole.outputs.draws(draws)), 1).squeeze(1)
+    drawn = torch.cat(list(whole.outputs.draws(replace(draws, apart=True))), 1).squeeze(1)
     return Part(whole.positions, OutputSamples(drawn.unflatten(1, (-1, la.posterior.fit.n_outputs))))
 
 

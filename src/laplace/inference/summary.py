@@ -7,7 +7,8 @@ from textwrap import wrap
 from torch import Tensor
 
 from laplace.errors import LaplaceError
-from laplace.inference.runner import Runner
+from laplace.inference.values import Holder, sigma_noise
+from laplace.inference.values import posterior as posterior_of
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.task_prior import CurvedPrior
 from laplace.priors.base import Prior
@@ -17,16 +18,12 @@ _NAMES = 4  # up to so many tensors are listed; of more, the first and the last
 _WIDTH, _LONG = 80, 60  # the most columns of a line, and of a value that is not cut
 
 
-def summary(
-    runner: Runner,
-    posterior: Posterior | None,
-    prior: Prior,
-    noise: Tensor,
-    temperature: float,
-    softmax_temperature: float,
-) -> str:
+def summary(la: Holder) -> str:
     """Describe a Laplace approximation, fitted or not."""
-    spec = runner.spec
+    runner, values, noise = la.runner, la.values, sigma_noise(la)
+    spec, prior = runner.spec, values.prior
+    temperature, softmax_temperature = values.temperature, values.softmax_temperature
+    posterior = None if values.fit is None else posterior_of(la)
     curvature = spec.estimator.name if posterior is None else posterior.fit.kind
     rows = [
         ("network", type(runner.model).__name__),
@@ -43,6 +40,8 @@ def summary(
         rows.append(("temperature", f"{temperature:g} of the likelihood"))
     if softmax_temperature != 1:
         rows.append(("softmax", f"temperature {softmax_temperature:.4g}, which divides the logits of predictions"))
+    if runner.next_tokens:
+        rows.append(("labels", "shifted to the next tokens, as the network's own loss does"))
     weights = _short(spec.weights.label)
     if posterior is not None:
         fit = posterior.fit

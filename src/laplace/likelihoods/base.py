@@ -216,7 +216,9 @@ class Likelihood(Response):
         """Whether `other` is this likelihood, or its name: laplace-torch's likelihoods compare equal to strings."""
         return self.name == str(getattr(other, "value", other)) if isinstance(other, str) else self is other
 
-    __hash__ = Response.__hash__
+    def __hash__(self) -> int:
+        """Return the hash of the name, so that `likelihood in {"regression", "classification"}` holds, too."""
+        return hash(self.name)
 
     def __repr__(self) -> str:
         return written(self)

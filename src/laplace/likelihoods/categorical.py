@@ -5,6 +5,9 @@ With class weights w and label smoothing e, the log-likelihood is that of `cross
     sum_c q_c log p_c,   q = (1 - e) w_y e_y + (e / C) w,
 
 so an example counts Q = sum_c q_c times, and Lambda is minus the second derivative, Q (diag(p) - p p^T).
+
+Labels that are numbers per class, t of shape (N, C), take the place of e_y, as in torch's `cross_entropy`:
+q_c = w_c ((1 - e) t_c + e / C). Probabilities sum to 1; of a multi-hot t, every class that is named counts.
 """
 
 from __future__ import annotations
@@ -17,16 +20,16 @@ from torch.distributions import Dirichlet, Distribution
 
 from laplace.checks import shown
 from laplace.errors import InputError, OptionError, warn
-from laplace.likelihoods.base import IGNORED, check_range, class_indices
+from laplace.likelihoods.base import IGNORED, check_range, class_indices, finite
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.linalg.output_curvature import OutputCurvature
-from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
+from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration, softmax
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.response import Outputs
 
 
 class Categorical(OneOfSeveral):
-    """One of C >= 2 classes from C logits; labels are class indices (N,).
+    """One of C >= 2 classes from C logits; labels are class indices (N,), or class probabilities (N, C).
 
     Args:
         label_smoothing: e in [0, 1), as in `torch.nn.CrossEntropyLoss`.
@@ -82,8 +85,13 @@ class Categorical(OneOfSeveral):
             )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        if y.is_floating_point() and y.shape == f.shape:
+            return _checked_probabilities(y.to(f.dtype))
         if y.shape != f.shape[:1] and not y.is_floating_point():
-            fix = {f.shape: "y.argmax(-1)", (len(f), 1): "y.squeeze(1)"}.get(y.shape, "one label per example")
+            fix = {
+                f.shape: "y.argmax(-1), or y.float() for class probabilities",
+                (len(f), 1): "y.squeeze(1)",
+            }.get(y.shape, "one label per example")
             raise InputError(
                 f"class labels have shape {tuple(y.shape)}; for outputs {tuple(f.shape)} they must be ({f.shape[0]},): "
                 f"{fix}."
@@ -97,19 +105,19 @@ class Categorical(OneOfSeveral):
 
     def label_weights(self, y: Tensor) -> Tensor | None:
         counts = self._counts(y)
-        if self.ignore_index is None:
+        if self.ignore_index is None or y.dim() > 1:
             return counts
         kept = y != self.ignore_index
         return kept.double() if counts is None else counts * kept
 
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
-        log_p, index = f.log_softmax(-1), self._index(y)
-        if self.label_smoothing == 0:
-            return log_p.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        return (self._target_probs(f, index) * log_p).sum(-1)
+        log_p = f.log_softmax(-1)
+        if self.label_smoothing == 0 and y.dim() == 1:
+            return log_p.gather(-1, self._index(y).unsqueeze(-1)).squeeze(-1)
+        return (self._target_probs(f, y) * log_p).sum(-1)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        return self._target_probs(f, self._index(y)) - f.softmax(-1)
+        return self._target_probs(f, y) - f.softmax(-1)
 
     def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
         p = f.softmax(-1)
@@ -129,7 +137,7 @@ class Categorical(OneOfSeveral):
         return drawn_classes(f.double().softmax(-1), n_samples, generator)
 
     def inverse_link(self, f: Tensor) -> Tensor:
-        return f.softmax(-1)
+        return softmax(f)
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
         """Return the distribution of y; for the bridge links, the Dirichlet distribution of p instead."""
@@ -140,23 +148,38 @@ class Categorical(OneOfSeveral):
 
     def _index(self, y: Tensor) -> Tensor:
         """Return labels that are safe to index with. Ignored ones become 0: their weight is 0 anyway."""
-        return y if self.ignore_index is None else y.where(y != self.ignore_index, 0)
+        return y if self.ignore_index is None or y.dim() > 1 else y.where(y != self.ignore_index, 0)
 
     def _counts(self, y: Tensor) -> Tensor | None:  # (N,)
         """Return Q, or None if it is 1 for every label."""
+        e = self.label_smoothing
+        if y.dim() > 1:
+            w = y.new_ones(y.shape[1]) if self.class_weights is None else self.class_weights.to(y)
+            counts = (1 - e) * (w * y).sum(-1).double() + e * w.mean()
+            return None if bool(((counts - 1).abs() < 1e-5).all()) else counts
         if self.class_weights is None:
             return None
         w = self.class_weights.to(y.device)
-        return (1 - self.label_smoothing) * w[self._index(y)] + self.label_smoothing * w.mean()
+        return (1 - e) * w[self._index(y)] + e * w.mean()
 
-    def _target_probs(self, f: Tensor, index: Tensor) -> Tensor:  # (N, C)
+    def _target_probs(self, f: Tensor, y: Tensor) -> Tensor:  # (N, C)
         """Return q / Q, the probabilities at which the score is zero."""
-        one_hot = torch.nn.functional.one_hot(index, f.shape[-1]).to(f.dtype)
-        if self.label_smoothing == 0:
-            return one_hot
+        t = y.to(f) if y.dim() > 1 else torch.nn.functional.one_hot(self._index(y), f.shape[-1]).to(f.dtype)
+        if self.label_smoothing == 0 and y.dim() == 1:
+            return t
         w = torch.ones_like(f[0]) if self.class_weights is None else self.class_weights.to(f)
-        q = (1 - self.label_smoothing) * one_hot * w + self.label_smoothing * w / f.shape[-1]
-        return q / q.sum(-1, keepdim=True)
+        q = (1 - self.label_smoothing) * t * w + self.label_smoothing * w / f.shape[-1]
+        return q / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)  # a label of zeros counts 0 times
+
+
+def _checked_probabilities(y: Tensor) -> Tensor:  # (N, C)
+    """Return class probabilities. Refuse negative values; rows need not sum to 1, as in torch's cross_entropy."""
+    if len(finite(y)) and bool((y < 0).any()):
+        raise InputError(
+            f"labels (N, C) are class probabilities or multi-hot; the smallest here is {float(y.min()):g}. For numbers "
+            "write likelihood='regression', for logits y.softmax(-1)."
+        )
+    return y
 
 
 def _checked_class_weights(values: Any) -> Tensor:

@@ -30,6 +30,8 @@ class OneOfSeveral(Likelihood):
 
     def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
         assert p is not None
+        if y.dim() > 1:  # class probabilities
+            return (y.to(p) * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1) / y.to(p).sum(-1).clamp(min=1e-30)
         return log_of_classes(p, self._index(y))
 
     def _index(self, y: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from laplace.predictive.response import Latent, Outputs, Response
 
 
 class Gaussian(Likelihood):
-    """Regression, N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C).
+    """Regression, N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C), or (N,) if C is 1.
 
     sigma is `Laplace`'s `sigma_noise`. It can be tuned; r stays fixed.
 
@@ -56,10 +56,11 @@ class Gaussian(Likelihood):
             )
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
+        if y.shape == f.shape[:1] and f.shape[1] == 1:
+            y = y.unsqueeze(1)
         if y.shape != f.shape:
-            hint = " Write y.unsqueeze(-1)." if y.shape == f.shape[:1] and f.shape[1] == 1 else ""
             raise InputError(
-                f"regression labels have shape {tuple(y.shape)}, the outputs {tuple(f.shape)}; make them equal.{hint}"
+                f"regression labels have shape {tuple(y.shape)}, the outputs {tuple(f.shape)}; make them equal."
             )
         if y.is_complex() or y.dtype is torch.bool:
             raise InputError(f"regression labels have dtype {y.dtype}; real numbers are needed. Write y.float().")

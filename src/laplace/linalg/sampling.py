@@ -1,26 +1,47 @@
 """Draw random numbers that do not depend on how the data was cut into batches.
 
-Numbers are drawn as integers, example by example, so that one generator gives example n the same numbers in whatever
-batch it is. (`torch.randn` draws in blocks, and does not.)
+Numbers of examples are drawn as integers, example by example, so that one generator gives example n the same numbers
+in whatever batch it is. (`torch.randn` draws in blocks, and does not.) Draws of outputs are cheaper: all examples share
+the same quasi-random numbers, which cover the Gaussian more evenly than independent ones would.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 _STEPS = 2**31
+_EVEN = 128  # dimensions at most
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How many draws to make, and from which generator (None: torch's global one)."""
+    """How many draws of outputs to make, and from which generator (None: torch's global one).
+
+    Attributes:
+        n: How many draws, S.
+        generator: The only source of randomness.
+        apart: Whether each example has numbers of its own, so that draws at different inputs are independent.
+            Otherwise all share the same S points, whichever part of the data they are in.
+    """
 
     n: int
     generator: torch.Generator | None = None
+    apart: bool = False
+    _points: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def shared_normals(self, c: int, like: Tensor) -> Tensor:  # (c, S)
+        """Return the standard normal numbers of c outputs that all examples share. They are drawn once."""
+        if c not in self._points:
+            self._points[c] = _spread_normals(self.n, c, like, self.generator).mT.contiguous()
+        return self._points[c].to(like)
+
+    def seeded(self, device: torch.device) -> Draws:
+        """Return draws that are the same in every call: from the generator if there is one, else from seed 0."""
+        return self if self.generator is not None else Draws(self.n, torch.Generator(device).manual_seed(0))
 
 
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -38,6 +59,19 @@ def uniforms(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | 
 def normals_by_example(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return standard normal numbers for the outputs of each example, (k, n, c)."""
     return (math.sqrt(2) * torch.erfinv(2 * uniforms(n, k, c, like, generator) - 1)).to(like.dtype)
+
+
+def _spread_normals(n: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:  # (n, c)
+    """Return n standard normal points: a scrambled Sobol sequence through the quantile function.
+
+    In more than `_EVEN` dimensions they are independent: so few Sobol points are no more even there, and cost more.
+    """
+    device = _device(like, generator)
+    if c > _EVEN:
+        return torch.randn(n, c, generator=generator, dtype=torch.float64, device=device).to(like.device)
+    seed = int(torch.randint(_STEPS, (), generator=generator, device=device))
+    points = torch.quasirandom.SobolEngine(c, scramble=True, seed=seed).draw(n, dtype=torch.float64)
+    return torch.special.ndtri(points.clamp(0.25 / _STEPS, 1 - 0.25 / _STEPS)).to(like.device)
 
 
 def normals(n: int, p: int, like: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -4,7 +4,7 @@ A batch of training data is a pair `(x, y)`, or a mapping that holds the labels 
 of their positions, are a third element, or stand under the key `weights`. `x` is a tensor, a tuple of tensors (several
 inputs, passed by position), or a mapping. A mapping is passed as keyword arguments if the network's `forward` names its
 keys (Hugging Face), and otherwise as one positional argument. Its key `mask` says which labels count, unless the
-network itself reads it.
+network itself reads it. A batch may also be graphs of PyTorch Geometric with their labels in `y`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
 from laplace.checks import shown
-from laplace.errors import InputError, LaplaceError, ModelError, OptionError
+from laplace.errors import InputError, LaplaceError, MissingKeyError, ModelError, OptionError
 from laplace.linalg.autocast import as_called
+from laplace.network.arrays import as_tensors, dtype_of, is_array
+from laplace.network.graphs import arguments_of, is_graph, labels_in
+from laplace.network.loaders import ArrayBatches, dataloader_of, is_pair
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
 from laplace.network.watching import EXAMPLES, is_unwatched, watch
@@ -75,6 +78,7 @@ class Inputs:
     @classmethod
     def paired(cls, first: Any, second: Any, kwargs: Mapping[str, Any], keys: Keys) -> Inputs:
         """Pair two batches of inputs, example by example."""
+        first, second = as_tensors(first), as_tensors(second)
         others = tensors_in(second)
         shapes = [t.shape for t in tensors_in(first)]
         if type(first) is not type(second) or not shapes or shapes != [t.shape for t in others]:
@@ -104,6 +108,12 @@ class Inputs:
             )
         return self if all(t.device == device for t in given) else self.map(lambda t: t.to(device))
 
+    def as_tensors(self, model: nn.Module) -> Inputs:
+        """Return the inputs with arrays, DataFrames and lists of numbers as tensors in the dtype of the weights."""
+        kwargs = as_tensors(dict(self.kwargs), dtype_of(model)) if self.kwargs else self.kwargs
+        x = self.x if isinstance(self.x, Tensor) else as_tensors(self.x, dtype_of(model))
+        return self if x is self.x and kwargs is self.kwargs else replace(self, x=x, kwargs=kwargs)
+
     def copied(self) -> Inputs:
         """Copy the inputs. Whoever keeps inputs must copy them, because a loader may refill its tensors."""
         return self.map(torch.clone)
@@ -118,6 +128,8 @@ class Inputs:
     @property
     def size(self) -> int | None:
         """Return the number of examples, or None if the examples' tensors differ in their leading size."""
+        if is_graph(self.x):  # cannot be cut by rows
+            return None
         own = tensors_in(self.x)
         if self.shared:
             own = [t for i, t in enumerate(self.tensors()) if i not in self.shared]
@@ -225,6 +237,8 @@ class Inputs:
             return model(*args, **named, **self.kwargs, **labels)
 
     def _arguments(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_graph(self.x):
+            return arguments_of(model, self.x)
         if isinstance(self.x, Mapping) and _takes_keywords(model, self.x, self.keys):
             return (), _read(model, self.x, self.keys)
         return (tuple(self.x), {}) if isinstance(self.x, (tuple, list)) else ((self.x,), {})
@@ -254,9 +268,11 @@ class Batch:
 
 def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
     """Split the `index`-th batch of a loader into inputs, labels and what else is given."""
-    if isinstance(batch, Mapping):
+    if is_graph(batch):
+        x, (y, given) = batch, labels_in(batch, index, keys.given)
+    elif isinstance(batch, Mapping):
         if keys.y not in batch:
-            raise InputError(
+            raise MissingKeyError(
                 f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )
@@ -271,6 +287,8 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
             f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or {_form(keys)}, or a "
             "mapping with the labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
         )
+    x = as_tensors(x, dtype_of(model))
+    y, given = as_tensors(y), as_tensors(given)
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):
             came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
@@ -311,17 +329,24 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
 
     Each batch is valid only until the next one is read.
     """
-    if isinstance(loader, Tensor) or not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+    if isinstance(loader, Tensor) or hasattr(loader, "__array__"):
+        raise InputError(
+            f"the loader is a {type(loader).__name__}, which has no labels. Write la.fit(x, y), or (x, y) for data to "
+            "tune with; or give a DataLoader or another iterable of batches."
+        )
+    if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
         raise InputError(
             f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
         )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise InputError(f"a {type(loader).__name__} gives single examples. Write DataLoader(dataset, batch_size=128).")
-    if isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(part, Tensor) for part in loader):
+    if isinstance(loader, list) and is_pair(tuple(loader)):
         raise InputError(
-            f"the loader is a {type(loader).__name__} of 2 tensors, as a batch is. Write [(x, y)] for all "
-            "data in one batch, or DataLoader(TensorDataset(x, y), batch_size=128)."
+            "the loader is a list of 2 arrays or tensors, as a batch is. Write [(x, y)] for all data in one batch, or "
+            "the tuple (x, y) to have it cut into batches."
         )
+    if is_pair(loader):
+        loader = ArrayBatches(*loader)
     device = device_of(model)
     for index, batch in enumerate(_bar(loader, progress, what)):
         found = split(batch, keys, index, model)
@@ -341,6 +366,15 @@ def _read_in(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, inputs=batch.inputs.to(device), y=batch.y.to(device, copy=True), given=given)
 
 
+def given_by_name(x: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the inputs and keywords of a call: without `x`, the keywords are the inputs, as in la(**batch)."""
+    if x is not None:
+        return x, kwargs
+    if not kwargs:
+        raise OptionError("there are no inputs. Write la(x), or la(**batch) with the entries of a mapping.")
+    return kwargs, {}
+
+
 def prediction_batches(
     x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool, what: str = "batch"
 ) -> Iterator[tuple[str, Inputs]]:
@@ -349,16 +383,17 @@ def prediction_batches(
     The batches of a loader may be `x`, `(x,)`, `(x, y)`, `(x, y, weights)` or mappings. Each comes with its name for
     error messages: `what` and its number, or nothing if `x` is not a loader.
     """
-    if isinstance(x, (Tensor, Mapping, tuple)):
+    x = dataloader_of(x, "predict")
+    if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x) or is_graph(x):
         yield "", Inputs(x, kwargs, keys)
         return
-    if not isinstance(x, Iterable) or hasattr(x, "__array__"):
-        hint = " Write torch.as_tensor(x)." if hasattr(x, "__array__") else ""
+    if not isinstance(x, Iterable):
         raise InputError(
-            f"x is a {type(x).__name__}; a tensor, a mapping, a tuple of inputs or a DataLoader is needed.{hint}"
+            f"x is a {type(x).__name__}; a tensor, an array, a DataFrame, a mapping, a tuple of inputs or a DataLoader "
+            "is needed."
         )
     for index, batch in enumerate(_bar(x, progress, "predict")):
-        one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given)
+        one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given) and not is_array(batch)
         yield f"{what} {index}", Inputs(batch[0] if one else batch, kwargs, keys)
 
 
@@ -371,6 +406,8 @@ def described(x: Any, kwargs: Mapping[str, Any]) -> str:
     """Describe in words what a network was called with."""
     if isinstance(x, Tensor):
         text = f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    elif is_graph(x):
+        text = f"graphs {x}"
     elif isinstance(x, Mapping):
         text = "a mapping of " + ", ".join(f"{k}: {described(v, {})}" for k, v in list(x.items())[:4])
     elif isinstance(x, (tuple, list)):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from laplace.linalg.autocast import rounding
 from laplace.network.batches import Inputs
+from laplace.network.graphs import is_graph
 from laplace.network.replica import replicate
 
 _EXAMPLES = 5  # how many are taken out, from the last to the first
@@ -37,7 +38,7 @@ class Sharing:
         The first time that several tensors come in this form, the network is run on the batch and on parts of it.
         """
         tensors = inputs.tensors()
-        if len(tensors) < 2 or inputs.shared is not None:
+        if len(tensors) < 2 or inputs.shared is not None or is_graph(inputs.x):
             return replace(inputs, shared=inputs.shared or frozenset())
         names = tuple(inputs.x) if isinstance(inputs.x, Mapping) else ()
         key = (inputs.pairs, names, tuple(inputs.kwargs), *(t.dim() for t in tensors))

@@ -11,6 +11,8 @@ from laplace.linalg.sampling import Draws
 from laplace.predictive.links import softmax
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 
+_LEAST = 2**-53 - 1  # of r, whose logarithm is finite
+
 
 def entropy(p: Tensor) -> Tensor:  # (..., C) -> (...)
     """Return -sum p log p."""
@@ -30,15 +32,18 @@ def decompose(
 ) -> tuple[Tensor, Tensor]:
     """Return the epistemic and aleatoric part of the entropy of a prediction, (N, ...) each.
 
-    The epistemic part is the mutual information of label and weights: the entropy of the draws' mean minus the mean of
-    their entropies, by Monte Carlo. The aleatoric part is the rest: the draws' expected entropy if the prediction is
-    their mean (link 'mc'), and that plus the error of the link otherwise.
+    The epistemic part is the mutual information of label and weights, by Monte Carlo: the entropy of the draws' mean
+    minus the mean of their entropies. The aleatoric part is the rest of the total: the draws' expected entropy if the
+    prediction is their mean (link 'mc'), and that plus the error of the link otherwise. Both are never negative.
+
+    If the draws hardly differ, the two entropies cancel. So their difference is added up from terms that are not
+    negative: with r = p / mean - 1 for a probability p of a draw, it is the sum of mean * E[(1 + r) log(1 + r) - r].
     """
-    if draws.generator is None:
-        draws = Draws(draws.n, torch.Generator(total.device).manual_seed(0))
     information = []
-    for part in outputs.draws(draws):
-        probabilities = inverse_link(part).double()  # float64: if the draws hardly differ, the two entropies cancel
-        information.append(entropy(probabilities.mean(0)) - entropy(probabilities).mean(0))
+    for part in outputs.draws(draws.seeded(total.device)):
+        p = inverse_link(part).double()  # (S, n, ..., K)
+        mean = p.mean(0)
+        r = (p / mean.clamp(min=torch.finfo(p.dtype).tiny) - 1).clamp(min=_LEAST)
+        information.append((mean * (torch.log1p(r) * (1 + r) - r).mean(0)).sum(-1))
     epistemic = torch.cat(information).to(total.dtype).clamp(min=0).minimum(total)
     return epistemic, total - epistemic

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.linalg.sampling import Draws
+from laplace.linalg.tracing import is_traced
 from laplace.predictive.one_vs_rest import one_vs_rest
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.queries import Contrasts, Products, Query, Variances
@@ -36,6 +37,17 @@ class Link:
         if isinstance(self.needs, Query):  # Covariances() means Covariances
             object.__setattr__(self, "needs", type(self.needs))
 
+    @property
+    def closed_form(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Return the closed form of a link that was made from one by `of_variances` or `of_contrasts`."""
+        known = isinstance(self.apply, partial) and self.apply.func in (_closed_form, _of_contrasts)
+        return self.apply.args[0] if isinstance(self.apply, partial) and known else None
+
+    @property
+    def makes_draws(self) -> bool:
+        """Whether `apply` may use the draws: a link of one's own is not known."""
+        return self.apply is not _delta and self.closed_form is None
+
     @classmethod
     def of_variances(cls, mean: Callable[[Tensor, Tensor], Tensor]) -> Link:
         """Make a link from a closed form `mean(f, variance)`."""
@@ -56,7 +68,9 @@ def _of_contrasts(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGauss
 
 
 def softmax(f: Tensor) -> Tensor:
-    """Return the class probabilities."""
+    """Return the class probabilities. Draws, (S, N, C), may lie side by side in memory: then softmax adds vectors."""
+    if f.dim() == 3 and not is_traced() and f.stride(0) == 1:
+        return f.movedim(0, 2).softmax(1).movedim(2, 0)
     return f.softmax(-1)
 
 
@@ -149,7 +163,7 @@ class MonteCarlo:
 
 def shrunk(f: Tensor, variance: Tensor) -> Tensor:
     """Return f / sqrt(1 + pi/8 S), the argument of the logistic function in the probit approximation."""
-    return f / torch.sqrt(1 + math.pi / 8 * variance)
+    return f * torch.rsqrt(torch.add(1, variance, alpha=math.pi / 8))
 
 
 def _normalised(weights: Tensor) -> Tensor:

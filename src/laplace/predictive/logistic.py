@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace.linalg.tracing import is_traced
+
 _TERMS = 22  # for a relative 1e-16
 _MORE = 5  # additional terms for each derivative: its terms grow with k
 _LEAST = 1e-200  # stands in for S = 0
@@ -28,7 +30,7 @@ _CHUNK = 2**11  # integrals at a time
 def expected_sigmoid(f: Tensor, variance: Tensor) -> Tensor:
     """Return E[sigmoid(f)], elementwise. Computed in float64, returned in the dtype of f; all derivatives are exact."""
     mean, s = torch.broadcast_tensors(f.double(), variance.double())
-    result: Any = _Expected.apply(mean, s, 0)
+    result: Any = _series(mean, s, 0) if is_traced() else _Expected.apply(mean, s, 0)
     return result.to(f.dtype)
 
 

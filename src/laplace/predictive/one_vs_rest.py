@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from laplace.linalg.contrasts import as_if_independent
+from laplace.linalg.tracing import is_traced
 
 # A mixture of normals with the density exp(x - exp(x)), the logarithm of an exponential variate: minus a Gumbel one.
 _WEIGHTS: Final = (0.013963, 0.086665, 0.24754, 0.361792, 0.242455, 0.047585)
@@ -55,8 +56,11 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
 
     Costs about 20 * 12 exponentials and error functions per output, and no memory beyond a chunk of inputs.
     """
+    f = f - f.amax(-1, keepdim=True)
+    if is_traced():
+        return _integrated(f, u)
     step = max(1, _CHUNK // (_POINTS * f.shape[1]))
-    parts = zip((f - f.amax(-1, keepdim=True)).split(step), u.split(step), strict=True)
+    parts = zip(f.split(step), u.split(step), strict=True)
     return torch.cat([_integrated(*part) for part in parts])
 
 
@@ -78,9 +82,9 @@ def _integrated(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, C)
 
 def _log_hazard(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
     """Return log h and log F at a = m - y, from whichever of the two forms is accurate at u, or from both."""
-    if (u >= _WIDE).all():
+    if not is_traced() and (u >= _WIDE).all():
         return _by_mixture(a, u)
-    if (u <= _NARROW).all():
+    if not is_traced() and (u <= _NARROW).all():
         return _by_nodes(a, u)
     share = ((u - _NARROW) / (_WIDE - _NARROW)).clamp(0, 1)
     share = share.square() * (3 - 2 * share)

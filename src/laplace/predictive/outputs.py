@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,7 @@ from laplace.linalg.contrasts import as_if_independent, centred_twice, variances
 from laplace.linalg.sampling import Draws, normals_by_example
 from laplace.linalg.symmetric import or_double, spectrum
 
-_CHUNK = 2**20  # elements drawn at a time: few enough to stay in a processor's cache until they are summed
+_CHUNK = 2**16  # elements drawn at a time: few enough to stay in a processor's cache until they are summed
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class OutputGaussian:
     def marginals(self) -> OutputGaussian:
         """Return the same Gaussian without covariances: its outputs are treated as independent but for a shift."""
         contrasts = None if self.contrasts is None else self.contrasts.marginals()
-        return OutputGaussian(self.mean, self.variance, contrasts=contrasts)
+        return replace(self, covariance=None, times=None, contrasts=contrasts)
 
     @property
     def contrast_variance(self) -> Tensor:  # (N, C)
@@ -54,6 +55,16 @@ class OutputGaussian:
         if self.covariance is not None:
             return centred_twice(self.covariance).diagonal(dim1=1, dim2=2).clamp(min=0)
         return variances_if_independent(self.variance)
+
+    def map_rows(self, f: Callable[[Tensor], Tensor]) -> OutputGaussian:
+        """Return the Gaussian with f applied to each tensor, whose rows are the inputs."""
+        same, contrasts = copy.copy(self), self.contrasts  # a copy: these values were checked
+        parts = {"mean": self.mean, "variance": self.variance, "covariance": self.covariance}
+        for name, value in parts.items():
+            object.__setattr__(same, name, None if value is None else f(value))
+        object.__setattr__(same, "times", None)
+        object.__setattr__(same, "contrasts", None if contrasts is None else contrasts.map_rows(f))
+        return same
 
     def scaled(self, factor: float) -> OutputGaussian:
         """Return N(a f, a^2 S) for a factor a."""
@@ -84,13 +95,15 @@ class OutputGaussian:
     def _with_some_shift(self) -> OutputGaussian:
         """Return, for the Gaussian of contrasts, one of outputs that have them: its covariance is not singular."""
         if self.covariance is None:
-            return OutputGaussian(self.mean, as_if_independent(self.variance))
+            return replace(self, variance=as_if_independent(self.variance))
         c = self.mean.shape[1]
         shift = self.variance.sum(-1) / (c * max(1, c - 1))  # the mean of the other eigenvalues, over C
-        return OutputGaussian(self.mean, self.variance, self.covariance + shift[:, None, None])
+        return replace(self, covariance=self.covariance + shift[:, None, None])
 
     def draws(self, how: Draws) -> Iterator[Tensor]:
         """Yield draws for consecutive chunks of inputs, (S, n, C). Without covariances, outputs are independent.
+
+        All inputs share the same random numbers, unless `how.apart`: see `Draws`.
 
         If the contrasts are known, draws have these, and a common shift of no meaning: for who sees differences only.
         """
@@ -100,11 +113,28 @@ class OutputGaussian:
         step = max(1, _CHUNK // (how.n * self.mean.shape[1]))
         for start in range(0, max(1, self.mean.shape[0]), step):
             part = slice(start, start + step)
-            eps = normals_by_example(len(self.mean[part]), how.n, self.mean.shape[1], self.mean, how.generator)
-            if self.covariance is None:
-                yield self.mean[part] + self.variance[part].sqrt() * eps
-            else:
-                yield self.mean[part] + torch.einsum("ncd,snd->snc", root(self.covariance[part]), eps)
+            f, variance = self.mean[part], self.variance[part]
+            roots = None if self.covariance is None else root(self.covariance[part])
+            yield _apart(f, variance, roots, how) if how.apart else _together(f, variance, roots, how)
+
+
+def _apart(f: Tensor, variance: Tensor, roots: Tensor | None, how: Draws) -> Tensor:  # (S, n, C)
+    """Draw with random numbers of its own for each input."""
+    eps = normals_by_example(len(f), how.n, f.shape[1], f, how.generator)
+    return f + (variance.sqrt() * eps if roots is None else torch.einsum("ncd,snd->snc", roots, eps))
+
+
+def _together(f: Tensor, variance: Tensor, roots: Tensor | None, how: Draws) -> Tensor:  # (S, n, C)
+    """Draw with the same random numbers for all inputs. The draws of a number lie side by side in memory.
+
+    So a sum over draws or classes adds vectors; softmax over neighbouring classes takes ten times longer.
+    """
+    eps = how.shared_normals(f.shape[1], f)
+    if roots is None:
+        drawn = torch.addcmul(f.unsqueeze(2), variance.sqrt().unsqueeze(2), eps)
+    else:
+        drawn = torch.addmm(f.reshape(-1, 1), roots.flatten(0, 1), eps).unflatten(0, f.shape)
+    return drawn.permute(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -126,6 +156,10 @@ class OutputSamples:
     def variance(self) -> Tensor:
         """Return the variance over the draws."""
         return self.samples.var(0)
+
+    def map_rows(self, f: Callable[[Tensor], Tensor]) -> OutputSamples:
+        """Return the draws with f applied to a tensor of them whose rows are the inputs, (N, S, C)."""
+        return OutputSamples(f(self.samples.movedim(1, 0)).movedim(0, 1))
 
     def scaled(self, factor: float) -> OutputSamples:
         """Return a f for each draw f."""

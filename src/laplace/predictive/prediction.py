@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Dirichlet, Distribution, MultivariateNormal, Normal
+from torch.distributions import Dirichlet, Distribution
 
 from laplace.checks import shown
-from laplace.errors import OptionError
+from laplace.errors import InputError, OptionError
 from laplace.linalg.sampling import Draws
+from laplace.predictive.distributions import concatenate, map_parameters
 from laplace.predictive.links import softmax
-from laplace.predictive.outputs import OutputGaussian, OutputSamples
+from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.summaries import Summaries, kind_of, label_of, rows_at
+from laplace.predictive.tables import table_of
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(Summaries):
     """p(y given x, data): the predictive distribution at N inputs.
+
+    `len(prediction)` is N, `prediction[3]`, `prediction[:5]` and `prediction[mask]` are predictions of some inputs, and
+    `np.asarray(prediction)` is the mean.
 
     Attributes:
         distribution: A `torch.distributions` object that includes the observation noise.
@@ -35,23 +39,33 @@ class Prediction:
             is None, if there is no closed form.
     """
 
-    distribution: Distribution
-    mean: Tensor
-    epistemic: Tensor
-    aleatoric: Tensor
-    outputs: OutputGaussian | OutputSamples = field(repr=False)
-    inverse_link: Callable[[Tensor], Tensor] = field(default=softmax, repr=False)
-    quantiles: Callable[[OutputGaussian, Tensor], Tensor | None] | None = field(default=None, repr=False)
+    def __init__(
+        self,
+        distribution: Distribution,
+        mean: Tensor,
+        epistemic: Tensor,
+        aleatoric: Tensor,
+        outputs: OutputGaussian | OutputSamples,
+        inverse_link: Callable[[Tensor], Tensor] = softmax,
+        quantiles: Callable[[OutputGaussian, Tensor], Tensor | None] | None = None,
+    ) -> None:
+        self.distribution, self.outputs = distribution, outputs
+        self.mean, self.epistemic, self.aleatoric = mean, epistemic, aleatoric
+        self.inverse_link, self.quantiles = inverse_link, quantiles
 
     @property
-    def total(self) -> Tensor:
-        """Return the epistemic plus the aleatoric part: the variance or the entropy of the predictive distribution."""
-        return self.epistemic + self.aleatoric
+    def kind(self) -> str:
+        """Return what y is: 'classes', 'labels' (0 or 1 each), 'regression', or 'counts'."""
+        return kind_of(self.distribution)
 
     @property
-    def is_regression(self) -> bool:
-        """Whether y is continuous."""
-        return isinstance(self.distribution, (Normal, MultivariateNormal))
+    def label(self) -> Tensor:  # (N,) or (N, C)
+        """Return the most probable class of each input; for labels, whether each is more probable than not.
+
+        Raises:
+            UnsupportedError: y is a number.
+        """
+        return label_of(self.mean, self.kind)
 
     def quantile(self, q: float | Tensor) -> Tensor:
         """Return the q-quantile of y for regression; for other models, of each probability or rate under the posterior.
@@ -118,14 +132,79 @@ class Prediction:
         draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
         return torch.cat([self.inverse_link(d).double().quantile(levels, 0) for d in draws], dim=-2).to(self.mean.dtype)
 
-    def numpy(self) -> dict[str, Any]:
-        """Return mean, epistemic and aleatoric uncertainty as numpy arrays."""
-        parts = {"mean": self.mean, "epistemic": self.epistemic, "aleatoric": self.aleatoric}
-        return {key: value.detach().cpu().numpy() for key, value in parts.items()}
+    def to(self, device: torch.device | str) -> Prediction:
+        """Return the prediction with all tensors on another device.
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the mean, so that `np.asarray(prediction)` works."""
-        return array_of(self.mean, dtype, copy)
+        Args:
+            device: As `torch.Tensor.to` takes it.
+        """
+        if self.mean.device == torch.device(device):
+            return self
+        return self._map_rows(lambda t: t.to(device))
+
+    @classmethod
+    def cat(cls, predictions: Sequence[Prediction]) -> Prediction:
+        """Join predictions of further inputs into one, as those of consecutive batches.
+
+        Args:
+            predictions: At least one, all made with the same options.
+
+        Raises:
+            InputError: they do not go together, or there are none.
+        """
+        predictions = list(predictions)
+        if not predictions or not all(isinstance(p, cls) for p in predictions):
+            raise InputError("Prediction.cat needs a list of at least one Prediction.")
+        first, *others = predictions
+        outputs = [p.outputs for p in predictions]
+        if any(p.mean.shape[1] != first.mean.shape[1] for p in others) or len(set(map(_form, outputs))) > 1:
+            came = ", ".join(f"{_form(p.outputs)[0]} {tuple(p.mean.shape)}" for p in predictions[:4])
+            raise InputError(f"these predictions cannot be joined: {came}. Predict all inputs with the same options.")
+        return cls(
+            concatenate([p.distribution for p in predictions]),
+            torch.cat([p.mean for p in predictions]),
+            torch.cat([p.epistemic for p in predictions]),
+            torch.cat([p.aleatoric for p in predictions]),
+            joined(outputs),
+            first.inverse_link,
+            first.quantiles,
+        )
+
+    def to_pandas(self, names: Sequence[str] | None = None, level: float | None = None) -> Any:
+        """Return a table with a row for each input. Needs pandas.
+
+        Classes have columns `label`, `p_0`, ..., `epistemic` and `aleatoric`; others `mean`, `std`, `epistemic` and
+        `aleatoric`, with the name of the output behind it if there are several.
+
+        Args:
+            names: Of the classes or outputs; their numbers if left out.
+            level: Adds the ends of `interval(level)` as columns `lower` and `upper`.
+
+        Returns:
+            A `pandas.DataFrame`.
+
+        Raises:
+            OptionError: another number of names than of classes or outputs.
+            ImportError: pandas is not installed.
+        """
+        return table_of(self, names, level)
+
+    def __getitem__(self, index: Any) -> Prediction:
+        """Return the prediction of some of the inputs: an index, a slice, a mask, or several indices."""
+        chosen = rows_at(index, len(self), self.mean.device)
+        return self._map_rows(lambda t: t[chosen])
+
+    def _map_rows(self, f: Callable[[Tensor], Tensor]) -> Prediction:
+        """Return the prediction with f applied to all tensors, whose rows are the inputs."""
+        return Prediction(
+            map_parameters(self.distribution, f),
+            f(self.mean),
+            f(self.epistemic),
+            f(self.aleatoric),
+            self.outputs.map_rows(f),
+            self.inverse_link,
+            self.quantiles,
+        )
 
     def __len__(self) -> int:
         return self.mean.shape[0]
@@ -139,16 +218,13 @@ class Prediction:
         )
 
 
-def array_of(mean: Tensor, dtype: Any, copy: bool | None) -> np.ndarray:
-    """Return a tensor as numpy asks for it. `copy` None allows a copy, False refuses one."""
-    values = mean.detach()
-    if values.dtype is torch.bfloat16:  # numpy has no such dtype
-        values = values.float()
-    if copy is False and (values.device.type != "cpu" or values.dtype is not mean.dtype):
-        raise ValueError(
-            f"a mean of {mean.dtype} on {mean.device} needs a copy to become an array; leave out copy=False."
-        )
-    return np.array(values.cpu().numpy(), dtype=dtype, copy=copy)
+def _form(outputs: OutputGaussian | OutputSamples) -> tuple[Any, ...]:
+    """Return what outputs must have in common to be joined: covariances or not, or how many draws."""
+    if isinstance(outputs, OutputSamples):
+        return f"{len(outputs.samples)} draws", outputs.samples.shape[-1]
+    covariances = "with" if outputs.covariance is not None else "without"
+    contrasts = None if outputs.contrasts is None else _form(outputs.contrasts)
+    return f"a Gaussian {covariances} covariances", outputs.mean.shape[1], contrasts
 
 
 def _dirichlet_draws(alpha: Tensor) -> Tensor:  # (N, C) -> (1000, N, C)

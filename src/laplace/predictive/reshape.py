@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.errors import InputError, UnsupportedError
+from laplace.errors import InputError
+from laplace.predictive.distributions import map_parameters
 from laplace.predictive.positions import Positions
-from laplace.predictive.prediction import Prediction, array_of
-
-_OTHER_NAMES = {"probs": ("logits",), "scale_tril": ("covariance_matrix", "precision_matrix")}  # of a parameter
+from laplace.predictive.prediction import Prediction
+from laplace.predictive.summaries import Summaries, rows_at
+from laplace.predictive.tables import levels_of
 
 
 class Run(Protocol):
@@ -82,8 +82,7 @@ class Reshaper:
         return rows if plain else PredictionAtPositions(rows, self.positions)
 
 
-@dataclass(frozen=True)
-class PredictionAtPositions:
+class PredictionAtPositions(Summaries):
     """p(y given x, data) in the shape of the network's outputs, with the members of `Prediction`.
 
     The distribution of the outputs f is in `rows.outputs`.
@@ -93,22 +92,16 @@ class PredictionAtPositions:
         positions: The shape of the outputs.
     """
 
-    rows: Prediction
-    positions: Positions
+    def __init__(self, rows: Prediction, positions: Positions) -> None:
+        self.rows, self.positions = rows, positions
 
     @property
     def distribution(self) -> Distribution:
         """Return the distribution at each position, (N, *positions). Several outputs per position come last."""
-        of = self.rows.distribution
-        given = {key: value for key in of.arg_constraints if isinstance(value := of.__dict__.get(key), Tensor)}
-        for key, others in _OTHER_NAMES.items():  # torch caches the other names beside the given one
-            given = {k: v for k, v in given.items() if key not in given or k not in others}
-        if not given:
-            raise UnsupportedError(f"a {type(of).__name__} cannot be reshaped to positions. Take .rows.distribution.")
+        of, grid = self.rows.distribution, self.positions.grid
         one = self.positions.dim is None and not of.event_shape  # (N * T, 1) -> (N, *positions)
-        shaped = {key: value.unflatten(0, self.positions.grid) for key, value in given.items()}
-        make: Any = type(of)
-        return make(**{key: value.squeeze(len(self.positions.grid)) if one else value for key, value in shaped.items()})
+        shaped = lambda t: t.unflatten(0, grid).squeeze(len(grid)) if one else t.unflatten(0, grid)  # noqa: E731
+        return map_parameters(of, shaped)
 
     @property
     def mean(self) -> Tensor:
@@ -126,14 +119,14 @@ class PredictionAtPositions:
         return self._shaped(self.rows.aleatoric)
 
     @property
-    def total(self) -> Tensor:
-        """Return the sum of the epistemic and the aleatoric part."""
-        return self.epistemic + self.aleatoric
+    def kind(self) -> str:
+        """Return what y is: 'classes', 'labels' (0 or 1 each), 'regression', or 'counts'."""
+        return self.rows.kind
 
     @property
-    def is_regression(self) -> bool:
-        """Whether y is continuous."""
-        return self.rows.is_regression
+    def label(self) -> Tensor:
+        """Return the most probable class at each position; for labels, whether each is more probable than not."""
+        return self._shaped(self.rows.label)
 
     def quantile(self, q: float | Tensor) -> Tensor:
         """Return the quantiles of `Prediction.quantile`, in the shape of the outputs.
@@ -164,13 +157,50 @@ class PredictionAtPositions:
         low, high = self.rows.interval(level)
         return self._shaped(low), self._shaped(high)
 
-    def numpy(self) -> dict[str, Any]:
-        """Return mean, epistemic and aleatoric uncertainty as numpy arrays."""
-        return {key: getattr(self, key).detach().cpu().numpy() for key in ("mean", "epistemic", "aleatoric")}
+    def to(self, device: torch.device | str) -> PredictionAtPositions:
+        """Return the prediction with all tensors on another device.
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the mean, so that `np.asarray(prediction)` works."""
-        return array_of(self.mean, dtype, copy)
+        Args:
+            device: As `torch.Tensor.to` takes it.
+        """
+        return PredictionAtPositions(self.rows.to(device), self.positions)
+
+    @classmethod
+    def cat(cls, predictions: Sequence[PredictionAtPositions]) -> PredictionAtPositions:
+        """Join predictions of further inputs into one.
+
+        Args:
+            predictions: At least one, with positions of one shape.
+
+        Raises:
+            InputError: they do not go together, or there are none.
+        """
+        predictions = list(predictions)
+        if not predictions or not all(isinstance(p, cls) for p in predictions):
+            raise InputError("PredictionAtPositions.cat needs a list of at least one PredictionAtPositions.")
+        seen = Reshaper([p.positions for p in predictions])
+        return cls(Prediction.cat([p.rows for p in predictions]), seen.positions)
+
+    def __getitem__(self, index: Any) -> PredictionAtPositions:
+        """Return the prediction of some of the examples: an index, a slice, a mask, or several indices."""
+        chosen = rows_at(index, len(self), self.rows.mean.device)
+        count = self.positions.count
+        rows = (chosen[:, None] * count + torch.arange(count, device=chosen.device)).flatten()
+        return PredictionAtPositions(self.rows[rows], replace(self.positions, n=len(chosen)))
+
+    def to_pandas(self, names: Sequence[str] | None = None, level: float | None = None) -> Any:
+        """Return a table with a row for each position of each example. Needs pandas.
+
+        Args:
+            names: Of the classes or outputs; their numbers if left out.
+            level: Adds the ends of `interval(level)` as columns.
+
+        Returns:
+            A `pandas.DataFrame`, whose index is (example, position, ...).
+        """
+        table = self.rows.to_pandas(names, level)
+        table.index = levels_of(self.positions.grid)
+        return table
 
     def __len__(self) -> int:
         return self.positions.n

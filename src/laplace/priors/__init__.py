@@ -8,11 +8,20 @@ from laplace.priors.base import Prior
 from laplace.priors.correlated import CorrelatedGaussian
 from laplace.priors.custom import from_log_density
 from laplace.priors.gaussian import GaussianPrior
-from laplace.priors.independent import SmoothedLaplace, StudentT
+from laplace.priors.independent import Independent, SmoothedLaplace, StudentT
 
 PRIORS: Final[dict[str, type[Prior]]] = {
     prior.name: prior for prior in (GaussianPrior, StudentT, SmoothedLaplace, CorrelatedGaussian)
 }
 """Priors by the names that saved files use."""
 
-__all__ = ["PRIORS", "CorrelatedGaussian", "GaussianPrior", "Prior", "SmoothedLaplace", "StudentT", "from_log_density"]
+__all__ = [
+    "PRIORS",
+    "CorrelatedGaussian",
+    "GaussianPrior",
+    "Independent",
+    "Prior",
+    "SmoothedLaplace",
+    "StudentT",
+    "from_log_density",
+]

@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
 
 class Independent(Prior):
-    """Gives every weight the same density around a mean, with hyperparameters for all weights or per tensor."""
+    """Gives every weight the same density around a mean, with hyperparameters for all weights or per tensor.
+
+    A subclass says `log_each` and `bend_each`, and gives its hyperparameters to this constructor.
+
+    Args:
+        hyperparameters: positive values by name, one number or one per parameter tensor each.
+        mean: one number, or one per weight.
+
+    Raises:
+        OptionError: a hyperparameter is not positive.
+    """
 
     def __init__(self, hyperparameters: Mapping[str, Tensor | float], mean: Tensor | float) -> None:
         self._values = {name: _checked(value, name) for name, value in hyperparameters.items()}
@@ -32,11 +42,21 @@ class Independent(Prior):
 
     @abstractmethod
     def log_each(self, u: Tensor, **values: Tensor) -> Tensor:  # (p,) -> (p,)
-        """Return log p of each weight at the distance u = w - mean."""
+        """Return log p of each weight at the distance u = w - mean.
+
+        Args:
+            u: the distances, float64.
+            **values: the hyperparameters of this tensor, by name, ().
+        """
 
     @abstractmethod
     def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:  # (p,) -> (p,)
-        """Return -d2 log p / du2 of each weight."""
+        """Return -d2 log p / du2 of each weight.
+
+        Args:
+            u: the distances, float64.
+            **values: the hyperparameters of this tensor, by name, ().
+        """
 
     @property
     def hyperparameters(self) -> dict[str, Tensor]:

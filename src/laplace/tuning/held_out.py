@@ -205,7 +205,7 @@ def judged(
     y = likelihood.observed(targets.y)[counts]
     if isinstance(likelihood, OneOfSeveral) and p is not None:
         top, label = p[counts].max(-1)
-        return top, label == y
+        return top, label == (y.argmax(-1) if y.dim() > 1 else y)  # of class probabilities, the likeliest
     if isinstance(likelihood, Multilabel) and p is not None:
         return torch.maximum(p, 1 - p)[counts].flatten(), ((p[counts] > 0.5) == (y > 0.5)).flatten()
     if p is not None:

@@ -184,7 +184,7 @@ def _collect(loader: Any, model: nn.Module, keys: Keys, room: int, what: str) ->
     """Return the first inputs of a loader, on the network's device."""
     parts, count, sharing = [], 0, Sharing()
     for _, inputs in prediction_batches(loader, keys, {}, progress=False):
-        inputs = sharing.told_apart(inputs.to(device_of(model)), model)
+        inputs = sharing.told_apart(inputs.as_tensors(model).to(device_of(model)), model)
         size = inputs.size or 1
         parts.append(inputs.part(0, room - count).copied())
         count += size

@@ -17,6 +17,7 @@ from laplace.inference.predict import pred_type_named
 from laplace.inference.runner import Runner
 from laplace.likelihoods import Targets
 from laplace.network.batches import prediction_batches
+from laplace.network.loaders import dataloader_of
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning import loo
@@ -180,13 +181,16 @@ class Problem:
         return found
 
     def tuned(self, method: str, steps: int | None = None, converged: bool | None = None) -> Tuned:
-        """Return the best of all points that `losses` has seen."""
+        """Return the best of all points that `losses` has seen, with their log evidence where that was maximised."""
         finite = [pair for pair in self._seen if math.isfinite(pair[1])]
         if not finite:
             raise OptionError(f"method {method!r} has seen no point with a finite score: call problem.losses([x]).")
-        best = Point.of(self.space.at(min(finite, key=lambda pair: pair[1])[0]), min(score for _, score in finite))
-        points = tuple(Point.of(self.space.at(x), score) for x, score in self._seen)
-        return Tuned(method, best, points, len(points) if steps is None else steps, len(points), converged=converged)
+        by_evidence = self.scoring.val_loader is None
+        sign = -1 if by_evidence else 1
+        points = tuple(Point.of(self.space.at(x), sign * loss) for x, loss in self._seen)
+        best = points[min(range(len(points)), key=lambda i: (not math.isfinite(self._seen[i][1]), self._seen[i][1]))]
+        steps = len(points) if steps is None else steps
+        return Tuned(method, best, points, steps, len(points), converged=converged, by_evidence=by_evidence)
 
     def search(self, grid_size: int, left_out: bool = False) -> Search:
         """Return a search over grids of `grid_size` values within `bounds`, by validation or leave-one-out scores."""
@@ -246,6 +250,7 @@ def validation_of(
     la: Posteriors, how: How, loader: Any, ood_loader: Any, progress_bar: bool, again: bool
 ) -> Validation:
     """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
+    loader = dataloader_of(loader, "val")
     if loader is None:
         raise OptionError("tuning by validation needs val_loader=, batches (x, y) that were not trained on.")
     for name, given in {"val_loader": loader, "ood_loader": ood_loader}.items():

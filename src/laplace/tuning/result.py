@@ -87,6 +87,7 @@ class Tuned:
         notes: the warnings, and why this method was taken.
         converged: whether it ended because there was nothing better nearby, and not for its number of steps; None of
             a grid alone and of 'bayesian', which do not look.
+        by_evidence: whether a method of one's own maximised the log evidence, so that the scores are log evidences.
     """
 
     method: str
@@ -96,6 +97,7 @@ class Tuned:
     factorisations: int
     notes: tuple[str, ...] = ()
     converged: bool | None = None
+    by_evidence: bool = False
 
     @property
     def prior_precision(self) -> Tensor:
@@ -148,7 +150,7 @@ class Tuned:
         return values[order], torch.tensor([point.score for point in self.points], dtype=torch.float64)[order]
 
     def __repr__(self) -> str:
-        what = "log evidence" if self.method.endswith("evidence") else "score"
+        what = "log evidence" if self.by_evidence or self.method.endswith("evidence") else "score"
         ended = {True: ", converged", False: ", not converged", None: ""}[self.converged]
         lines = [
             f"Tuned by {self.method}: {what} {self.score:.6g} at {self.best}",

@@ -111,7 +111,8 @@ def _missing_classes(held_out: HeldOut) -> str:
         return ""
     f = torch.zeros(1, held_out.posterior.fit.n_outputs, dtype=torch.float64, device=y.device)
     classes = likelihood.inverse_link(f).shape[1]
-    missing = sorted({*range(classes)} - {*y.unique().tolist()})
+    seen = y.unique() if y.dim() == 1 else (y > 0).any(0).nonzero().flatten()  # class probabilities
+    missing = sorted({*range(classes)} - {*seen.tolist()})
     if not missing:
         return ""
     return (

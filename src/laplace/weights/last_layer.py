@@ -1,4 +1,4 @@
-"""Find the last linear layer, whose output is the network's output, by running one example."""
+"""Find the last linear layer, whose output is the network's output, by running a few examples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import ModelError, OptionError, warn
+from laplace.errors import ModelError, OptionError, UnknownNameError, warn
 from laplace.network.batches import Inputs
 from laplace.network.replica import replicate, unwrap
 from laplace.weights.layout import Layout
@@ -28,6 +28,7 @@ def _average(h: Tensor) -> Tensor:
     return h.flatten(1, -2).mean(1)
 
 
+_FEW: Final = 8  # outputs that are compared first
 REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "pick_first": _pick_first,
     "pick_last": _pick_last,
@@ -68,9 +69,60 @@ class FoundLastLayer:
             raise ModelError(f"the last layer no longer has {', '.join(self.layout.names)}. Call la.fit again.")
         return [p.detach() for p in found if p is not None]
 
-    def reduce(self, h: Tensor) -> Tensor:  # (N, ..., D) -> (N, D)
-        """Reduce features or outputs of the layer over the dimensions between the first and the last."""
-        return h if h.dim() == 2 or self.reduction is None else REDUCTIONS[self.reduction](h)
+    def reduce(self, h: Tensor, at: Tensor | None = None) -> Tensor:  # (N, ..., D) -> (N, D)
+        """Reduce features or outputs of the layer over the dimensions between the first and the last.
+
+        With `at`, (N,), the position of each row is taken, which the network was seen to pick.
+        """
+        if h.dim() == 2 or self.reduction is None:
+            return h
+        if at is None:
+            return REDUCTIONS[self.reduction](h)
+        return h.flatten(1, -2)[torch.arange(len(h), device=h.device), at]
+
+
+def positions_picked(out: Tensor, f: Tensor) -> Tensor | None:  # (N, ..., C), (N, C) -> (N, T)
+    """Return for every position whether its outputs are the network's, or None if some row has no such position.
+
+    A decoder of padded sequences picks the last token of each row that is none of the padding.
+    """
+    if out.dim() < 3 or (out.shape[0], out.shape[-1]) != f.shape:
+        return None
+    same = _equal(out, f, _FEW)  # a vocabulary is long, and a few outputs rule out most positions
+    if bool(same.any(1).all()) and f.shape[1] > _FEW:
+        same = _equal(out, f, f.shape[1])
+    return same if bool(same.any(1).all()) else None
+
+
+def _equal(out: Tensor, f: Tensor, c: int) -> Tensor:  # (N, ..., C), (N, C) -> (N, T)
+    return (_known(out.flatten(1, -2)[..., :c].to(f.dtype)) == _known(f[:, :c]).unsqueeze(1)).all(-1)
+
+
+def last_of(same: Tensor) -> Tensor:  # (N, T) -> (N,)
+    """Return the last position of each row that is true."""
+    return same.shape[1] - 1 - same.flip(1).int().argmax(1)
+
+
+def asked(replica: nn.Module, layer: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:  # (N, ..., C), (N, C)
+    """Run a network with random numbers in place of a layer's output. Return them, and the network's output.
+
+    What the network does behind the layer shows in them without ties, even if all weights of the layer are zero.
+    """
+    drawn: list[Tensor] = []
+
+    def replace(module: Any, args: Any, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64)
+        drawn.append(noise.to(output.device, output.dtype))
+        return drawn[-1]
+
+    handle = layer.register_forward_hook(replace)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            f = inputs.map(torch.clone).singles().call(replica)
+    finally:
+        handle.remove()
+    return drawn[-1], f
 
 
 def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reduction: str | None) -> FoundLastLayer:
@@ -83,17 +135,27 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
     for call in reversed(candidates):
         whole = call.output.dim() == output.dim() or call.output.shape == (*output.shape, 1)
         linear = isinstance(call.layer, nn.Linear)
-        for way in [reduction] if reduction or whole or not linear else list(REDUCTIONS):
-            if _matches(call.output, call.version, output, way):
-                if way != reduction:
-                    warn(
-                        f"the network reduces a sequence after its last layer {call.name!r}. feature_reduction={way!r} "
-                        "gives the same output and is used. Pass it to silence this warning."
-                    )
-                _check_called_once(call.name, calls)
-                _check_linear(model, call)
-                return FoundLastLayer(call.name, _uncertain(model, call.name), way)
+        ways = [reduction] if reduction or whole or not linear else list(REDUCTIONS)
+        found = [way for way in ways if _matches(call.output, call.version, output, way)]
+        if len(found) > 1:
+            found = _decided(found, model, example, call.name)
+        if found:
+            if found[0] != reduction:
+                warn(
+                    f"the network reduces a sequence after its last layer {call.name!r}. feature_reduction="
+                    f"{found[0]!r} gives the same output and is used. Pass it to silence this warning."
+                )
+            _check_called_once(call.name, calls)
+            _check_linear(model, call)
+            return FoundLastLayer(call.name, _uncertain(model, call.name), found[0])
     raise ModelError(_not_found(name, calls, output))
+
+
+def _decided(ways: list[str | None], model: nn.Module, example: Inputs, name: str) -> list[str | None]:
+    """Return which of several reductions it is. Examples of one position have them all: the first is as good."""
+    replica = replicate(model)
+    out, f = asked(replica, replica.get_submodule(name), example)
+    return [way for way in ways if _matches(out, out._version, f, way)] or ways
 
 
 @dataclass
@@ -137,7 +199,10 @@ def is_output(out: Tensor, version: int, f: Tensor) -> bool:
 def _matches(out: Tensor, version: int, f: Tensor, reduction: str | None) -> bool:
     if reduction is None or out.dim() == 2:
         return is_output(out, version, f)
-    return out._version == version and close(REDUCTIONS[reduction](out), f)
+    if out._version != version:
+        return False
+    per_row = reduction == "pick_last" and positions_picked(out, f) is not None
+    return per_row or close(REDUCTIONS[reduction](out), f)
 
 
 def close(out: Tensor, f: Tensor) -> bool:
@@ -167,7 +232,7 @@ def _check_named(model: nn.Module, name: str) -> None:
     modules = dict(unwrap(model).named_modules())
     linear = [n for n, m in modules.items() if is_pointwise(m)]
     if name not in modules:
-        raise OptionError(f"the last layer {name!r} is not a module of the network. Its linear layers: {linear}.")
+        raise UnknownNameError(f"the last layer {name!r} is not a module of the network. Its linear layers: {linear}.")
     if not is_pointwise(modules[name]):
         raise OptionError(
             f"the last layer {name!r} is a {type(modules[name]).__name__}; it must be an nn.Linear: {linear}."

@@ -16,6 +16,7 @@ from laplace.weights.predicate import Where
 from laplace.weights.selection import Subset
 from laplace.weights.subnetwork import Subnetwork, ascending
 
+_EXAMPLES = 5  # on which the last layer is looked for: padded sequences of several lengths, where there are
 WORDS = ("last_layer", "all", "subnetwork")
 
 
@@ -24,8 +25,9 @@ class LastLayer(Subset):
 
     Args:
         name: the name of the module. None finds it by running the network.
-        reduction: how the network reduces a sequence after this layer: 'pick_first', 'pick_last' or 'average'. None
-            finds it by running the network, with a warning.
+        reduction: how the network reduces a sequence after this layer: 'pick_first', 'average', or 'pick_last', which
+            of padded sequences is the token of each row that the network itself is seen to pick. None finds it by
+            running the network, with a warning.
 
     Raises:
         OptionError: the name is not a string, or the reduction is unknown.
@@ -38,7 +40,7 @@ class LastLayer(Subset):
         self.name, self.reduction = _module(name, "name"), _reduction(reduction, "reduction")
 
     def find(self, model: nn.Module, inputs: Inputs) -> FoundLastLayer:
-        return find_last_layer(model, inputs.part(0, 1), self.name, self.reduction)
+        return find_last_layer(model, inputs.spread(_EXAMPLES), self.name, self.reduction)
 
 
 def subset_named(value: Any, indices: Any, name: str | None, reduction: str | None, model: nn.Module) -> Subset:

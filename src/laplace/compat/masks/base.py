@@ -15,8 +15,10 @@ from laplace.linalg.autocast import plainly
 from laplace.weights.selection import trainable_of
 
 
-class SubnetMask(ABC):
+class SubnetMask:
     """Selects weights of a network, which is never changed. To write your own, implement `chosen`.
+
+    A selector that was written for laplace-torch has `get_subnet_mask` instead, which returns a mask (P,).
 
     Args:
         model: The trained network.
@@ -31,13 +33,16 @@ class SubnetMask(ABC):
         self.model = model
         self._indices: Tensor | None = None
 
-    @abstractmethod
     def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
         """Return the indices of the selected weights, in any order.
 
         Args:
             train_loader: Batches of training data, for a selector that needs them.
         """
+        mask_of = getattr(self, "get_subnet_mask", None)
+        if mask_of is None:
+            raise OptionError(f"{type(self).__name__} selects nothing: write its method chosen(train_loader).")
+        return mask_of(train_loader).nonzero().flatten()
 
     @plainly
     def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:  # (n,)
@@ -89,7 +94,7 @@ class SubnetMask(ABC):
         return torch.cat(marks).nonzero().flatten()
 
 
-class ScoreMask(SubnetMask):
+class ScoreMask(SubnetMask, ABC):
     """Selects the weights with the largest scores."""
 
     def __init__(self, model: nn.Module, n_params_subnet: int) -> None:

@@ -1,4 +1,4 @@
-"""Where laplace-torch's users import selectors of subnetworks from; they live in `laplace.compat.masks`."""
+"""Provide what laplace-torch has in this module. It is defined in `laplace.compat`."""
 
 from laplace.compat.masks import (
     LargestMagnitudeSubnetMask,

@@ -1,0 +1,64 @@
+"""Contextual bandits: choose one of several options by a posterior over their rewards."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from laplace.checks import choice, generator_or_none, one_positive
+from laplace.errors import InputError, UnsupportedError
+from laplace.inference.predict import call, functional_samples
+from laplace.inference.source import Source
+from laplace.linalg.autocast import plainly
+
+RULES: Final = ("thompson", "ucb", "greedy")
+
+
+@plainly
+@torch.no_grad()
+def choose(
+    la: Source,
+    options: Tensor,  # (B, K, ...)
+    rule: str = "thompson",
+    *,
+    beta: float = 2.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:  # (B,)
+    """Choose one of K options in each of B contexts, to earn a large reward.
+
+    Args:
+        la: A fitted posterior of a regression with one output, the reward.
+        options: What the network is called with for each option, (B, K, ...): the context together with the option.
+        rule: 'thompson', the best under one draw of the weights, which all contexts of a call share; 'ucb', the largest
+            mean plus `beta` standard deviations of the mean reward; 'greedy', the largest mean.
+        beta: For 'ucb', how many standard deviations.
+        generator: For 'thompson', the random generator. torch's global one if left out.
+
+    Returns:
+        The index of the chosen option in each context, (B,).
+
+    Raises:
+        OptionError: the rule is unknown, or `beta` is not positive.
+        UnsupportedError: the posterior is no regression with one output.
+        InputError: there is no dimension of options, or no option.
+    """
+    rule, beta, generator = choice(rule, RULES, "rule"), one_positive(beta, "beta"), generator_or_none(generator)
+    response, n_outputs = la.likelihood.response, la.n_outputs
+    located = response.location_outputs(n_outputs)
+    if response.links or len(range(n_outputs)[located]) != 1:
+        raise UnsupportedError(
+            f"options are compared by one reward each; {la.likelihood.name!r} has {n_outputs} outputs. Take "
+            "Laplace(model, 'regression') of a network that maps a context with an option to its reward, (N, 1)."
+        )
+    if not isinstance(options, Tensor) or options.dim() < 2 or not options.shape[:2].numel():
+        came = tuple(options.shape) if isinstance(options, Tensor) else type(options).__name__
+        raise InputError(f"options are {came}; a tensor (contexts, options, ...) is needed, with at least one of each.")
+    rows = options.flatten(0, 1)
+    if rule == "thompson":
+        values = functional_samples(la, rows, n_samples=1, generator=generator).reshape(len(rows), -1)[:, located]
+    else:
+        mean, variance = call(la, rows, diagonal_output=True)
+        values = mean if rule == "greedy" else mean + beta * variance.sqrt()
+    return values.reshape(options.shape[:2]).argmax(1)

@@ -1,0 +1,1 @@
+"""Interfaces to other libraries. A module here imports its library, and names the extra if that is missing."""

@@ -1,0 +1,17 @@
+"""Provide what laplace-torch has in this module. It is defined in `laplace.compat`."""
+
+from laplace.compat.classes import (
+    DiagLLLaplace,
+    FullLLLaplace,
+    FunctionalLLLaplace,
+    KronLLLaplace,
+    LLLaplace,
+)
+
+__all__ = [
+    "DiagLLLaplace",
+    "FullLLLaplace",
+    "FunctionalLLLaplace",
+    "KronLLLaplace",
+    "LLLaplace",
+]

@@ -1,0 +1,73 @@
+"""Turn what holds training data into batches: a `transformers.Trainer`, a dataset with its collator, or a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from laplace.checks import shown, whole_number
+from laplace.errors import InputError, OptionError
+
+BATCH_SIZE: Final = 32  # of a dataset, if the user names none
+
+
+def loader_of(
+    data: Any, collate_fn: Callable[[list[Any]], Any] | None = None, batch_size: int | None = None
+) -> Iterable[Any]:
+    """Return the batches of `data`.
+
+    Args:
+        data: a trainer of transformers, whose training data is read in order with its own collator; a dataset of single
+            examples; or batches, which are returned as they are.
+        collate_fn: of a dataset, makes a batch of a list of examples. torch's own if left out.
+        batch_size: of a dataset, examples in a batch. 32 if left out.
+    """
+    if collate_fn is not None and not callable(collate_fn):
+        raise OptionError(f"collate_fn={shown(collate_fn)} must be a function from a list of examples to a batch.")
+    options = {"collate_fn": collate_fn, "batch_size": batch_size}
+    if _is_dataset(data, collate_fn is not None):
+        size = BATCH_SIZE if batch_size is None else whole_number(batch_size, "batch_size")
+        return DataLoader(data, size, collate_fn=collate_fn, generator=torch.Generator())
+    if given := [name for name, value in options.items() if value is not None]:
+        raise OptionError(
+            f"{given[0]}= is for a dataset of single examples, and batch_size= for la.fit(x, y), too; a "
+            f"{type(data).__name__} makes its batches itself. Leave it out, or give the dataset."
+        )
+    if callable(getattr(data, "get_train_dataloader", None)):
+        return _training_data_of(data)
+    return data
+
+
+def in_order(loader: Iterable[Any]) -> Iterable[Any]:
+    """Return a loader of the same examples, all and in their order, with the same collator and batch size.
+
+    A loader over a stream, or of another class, is returned as it is. No random number is drawn.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None), BATCH_SIZE
+    size = next(size for size in sizes if isinstance(size, int))
+    own = {"num_workers": loader.num_workers, "generator": torch.Generator()}  # a loader draws a seed when it is read
+    return DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, **own)
+
+
+def _training_data_of(trainer: Any) -> Iterable[Any]:
+    """Return the training data of a trainer of transformers: its collator is kept, and its shuffling is not."""
+    if getattr(trainer, "train_dataset", None) is None:
+        raise InputError(
+            f"this {type(trainer).__name__} has no train_dataset. Write la.fit(dataset, collate_fn=...), or give the "
+            "trainer its data."
+        )
+    return in_order(trainer.get_train_dataloader())
+
+
+def _is_dataset(data: Any, with_collator: bool) -> bool:
+    """Whether `data` holds single examples: a dataset of torch, or a sequence that comes with a collator."""
+    if isinstance(data, Dataset):
+        return with_collator or not isinstance(data, IterableDataset)
+    known = isinstance(data, (Tensor, DataLoader)) or hasattr(data, "get_train_dataloader")
+    return with_collator and not known and hasattr(data, "__getitem__") and hasattr(data, "__len__")

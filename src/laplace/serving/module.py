@@ -1,0 +1,270 @@
+"""`la.module()`: the posterior predictive as a plain `nn.Module`, for export, compilation and serving."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from laplace.checks import LARGEST, choice, shown, whole_number
+from laplace.errors import ModelError, OptionError, UnsupportedError
+from laplace.inference.predict import predict
+from laplace.linalg.autocast import plainly
+from laplace.network.batches import Keys, logits
+from laplace.predictive.links import Link
+from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.reshape import PredictionAtPositions
+from laplace.serving.network import with_features
+from laplace.serving.onnx import write_onnx
+from laplace.serving.predictive import OUTPUTS, Predictive
+from laplace.spec import refuse_unknown_keywords
+from laplace.weights import FoundLastLayer
+
+_TOLERANCE = 1e-3  # of the comparison with an example, relative to the largest value
+
+
+class PredictiveModule(nn.Module):
+    """The predictive of a last layer as a module of its own: what `la.module()` returns.
+
+    It is called as the network is: `module(x)`, `module(x1, x2)`, `module(input_ids=..., attention_mask=...)`, or with
+    one mapping of inputs, and returns a dict of tensors, or one tensor if one was asked for. It holds a copy of the
+    network, and what the posterior fixes as buffers: it depends neither on the `Laplace` object nor on the original
+    network. Nothing in it looks at values, so that torch.export, torch.compile(fullgraph=True), torch.jit.trace and
+    ONNX record it whole. Inputs that are not finite give NaN.
+
+    It is in eval mode, and stays there. `.half()` and `.bfloat16()` round the network, and leave the posterior's
+    buffers, whose small numbers have no place in half precision; results are float32 then.
+
+    Attributes:
+        network: the copy of the network. It returns the features of its last layer.
+        predictive: what the posterior fixes, as buffers.
+        outputs: the names of what is returned.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        predictive: Predictive,
+        last_layer: str,
+        outputs: tuple[str, ...],
+        alone: bool,
+        flat: bool,
+        keys: Keys,
+    ) -> None:
+        super().__init__()
+        self.network, self.predictive, self.outputs = network, predictive, outputs
+        self._path = tuple(last_layer.split(".")) if last_layer else ()
+        self._alone, self._flat = alone, flat  # one tensor instead of a dict; outputs without a dimension for C
+        self._keys, (self._names, self._required, self._anything) = keys, _arguments_of(network)
+        layer = self._layer()
+        self._dim = -1 if isinstance(layer, nn.Linear) else 1
+        self._width = layer.weight.shape[1]
+        self.eval()
+
+    def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
+        """Return the prediction at a batch of inputs, in the shape of the network's outputs."""
+        out = (
+            self.network(x) if isinstance(x, Tensor) and not further and not named else self._called(x, further, named)
+        )
+        phi = out if isinstance(out, Tensor) else logits(out)
+        phi = phi if self._dim == -1 else phi.movedim(1, -1)
+        if not torch.jit.is_tracing() and phi.shape[-1] != self._width:  # the tracer makes tensors of sizes
+            raise ModelError(
+                f"the network changes the output of its last layer {'.'.join(self._path)!r} in a way that features "
+                f"do not survive: {self._width} of them became {tuple(phi.shape)}. It may drop a last dimension with "
+                "squeeze(-1), or pick positions; what is done to single outputs, as f[:, 0], does not go. Let forward "
+                "return the layer's output."
+            )
+        layer = self._layer()
+        f = linear(phi, layer.weight if self._dim == -1 else layer.weight.flatten(1), layer.bias)
+        if f.dtype.itemsize < 4:  # half precision has no place for the small numbers of a posterior
+            f, phi = f.float(), phi.float()
+        elif phi.dtype != f.dtype:
+            phi = phi.to(f.dtype)
+        if phi.dim() == 2 and not self._flat:  # the usual case, without a detour
+            found = self._predicted(f, phi)
+        else:
+            grid = phi.shape[:-1]
+            rows = self._predicted(f.reshape(-1, f.shape[-1]), phi.reshape(-1, self._width))
+            found = {name: self._shaped(value, grid) for name, value in rows.items()}
+        return found[self.outputs[0]] if self._alone else found
+
+    def train(self, mode: bool = True) -> PredictiveModule:
+        """Stay in eval mode: the posterior belongs to the network in eval mode.
+
+        Args:
+            mode: is ignored.
+        """
+        return super().train(False)
+
+    def to_onnx(self, path: str | os.PathLike[str], *inputs: Any) -> None:
+        """Write an ONNX file for any batch size. Its outputs have the names of `outputs`.
+
+        Its inputs have the names of the network's own arguments, or the keys of a mapping. Numbers are as here to a
+        relative 1e-6; in float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need.
+
+        Args:
+            path: the file.
+            *inputs: an example of what the module is called with: tensors, or one mapping of tensors.
+
+        Raises:
+            ImportError: the extra 'onnx' is not installed.
+            UnsupportedError: the network or the link uses an operation that ONNX does not have.
+        """
+        write_onnx(self, self.network, self.outputs, path, inputs)
+
+    def extra_repr(self) -> str:
+        """Return what is returned, for `print`."""
+        return f"outputs={self.outputs}"
+
+    def _predicted(self, f: Tensor, phi: Tensor) -> dict[str, Tensor]:
+        if not torch.is_autocast_enabled(phi.device.type):
+            return self.predictive.forward(f, phi)
+        with torch.autocast(phi.device.type, enabled=False):  # it would round the posterior
+            return self.predictive.forward(f, phi)
+
+    def _called(self, x: Any, further: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if x is None and not further:
+            return self.network(**named)
+        if isinstance(x, Mapping) and not further and self._by_name(x):
+            apart = {self._keys.y, *self._keys.given, *(() if self._anything or "mask" in self._names else ("mask",))}
+            return self.network(**{key: value for key, value in x.items() if key not in apart}, **named)
+        return self.network(x, *further, **named)
+
+    def _by_name(self, x: Mapping[str, Any]) -> bool:
+        """Whether the entries of a mapping are arguments of `forward`: the rule of `la(x)`."""
+        if self._keys.x in self._names:
+            return True
+        return self._required <= set(x) and (self._anything or bool(self._names & set(x)))
+
+    def _layer(self) -> Any:
+        layer: Any = self.network
+        for part in self._path:
+            layer = layer._modules[part]
+        return layer
+
+    def _shaped(self, rows: Tensor, grid: Sequence[int]) -> Tensor:
+        if rows.dim() == 1:
+            return rows.reshape(grid)
+        if self._flat and rows.shape[1] == 1:
+            return rows.reshape(grid)
+        shaped = rows.reshape(*grid, rows.shape[1])
+        return shaped if self._dim == -1 else shaped.movedim(-1, 1)
+
+
+@refuse_unknown_keywords
+@plainly
+@torch.no_grad()
+def module(
+    la: Any,
+    /,
+    link: str | Link | None = None,
+    outputs: str | Sequence[str] = ("mean", "variance"),
+    n_samples: int = 100,
+    seed: int = 0,
+    example: Any = None,
+) -> PredictiveModule:
+    """Return the predictive as a plain `nn.Module`, which can be exported, compiled and served.
+
+    For the last layer with any structure but 'gp'. It holds a copy of the network, and depends on nothing else. Its
+    predictions are those of `la.predict(x)`. Where draws are needed, every input has the same noise: the prediction for
+    an input is that of `la.predict` for this input alone.
+
+    Args:
+        link: one of `la.likelihood.links`, or a `Link` of your own; that of `la.predict` if left out.
+        outputs: what it returns. 'mean': E[y], or the probabilities of classes or labels. 'variance': the variances of
+            the network's outputs f, without observation noise. 'epistemic' and 'aleatoric': as in `Prediction`; for
+            classes and labels they take draws. One name gives one tensor, several give a dict.
+        n_samples: how many draws, for link 'mc' and for 'epistemic' and 'aleatoric' of classes and labels.
+        seed: what the draws are made from. Those of `la.predict` without a generator have seed 0.
+        example: inputs to compare with `la.predict`; a difference is refused.
+
+    Returns:
+        A module in eval mode on the posterior's device.
+
+    Raises:
+        NotFittedError: `fit` was not called yet.
+        OptionError: a name is unknown.
+        UnsupportedError: the posterior is over other weights than the last layer's, or over functions.
+        ModelError: the network changes the features behind its last layer, or gives other predictions for `example`.
+    """
+    posterior, runner = la.posterior, la.runner
+    fit, spec = posterior.fit, runner.spec
+    response = la.likelihood.response
+    wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    wanted = tuple(choice(name, OUTPUTS, "outputs") for name in wanted)
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise OptionError(f"outputs={shown(outputs)} must name one or more of {', '.join(map(repr, OUTPUTS))}.")
+    _, how = response.link_of(link)
+    n_samples, seed = whole_number(n_samples, "n_samples", 2), whole_number(seed, "seed", 0, LARGEST)
+    _require_last_layer(fit.structure, runner.weights)
+    runner.notice_changes(fit)
+    network = with_features(runner.model, runner.weights)
+    predictive = Predictive(response, how, wanted, n_samples, seed, la.softmax_temperature, posterior.sigma)
+    predictive.fix(posterior.gaussian, fit.layout, fit.n_outputs, spec.budget)
+    flat, alone = spec.class_dim is None, isinstance(outputs, str)
+    made = PredictiveModule(network, predictive, runner.weights.module, wanted, alone, flat, spec.keys)
+    _try(made, fit)
+    if example is not None:
+        _compare(la, made, example, link, how)
+    return made
+
+
+def _require_last_layer(structure: Any, weights: Any) -> None:
+    if structure.functional:
+        raise UnsupportedError(
+            f"a posterior over functions ({structure.name!r}) predicts from points of the training data, and has no "
+            "module. Take subset_of_weights='last_layer' with hessian_structure='full' or 'kron', or call la.predict."
+        )
+    if not isinstance(weights, FoundLastLayer):
+        raise UnsupportedError(
+            "la.module() is for subset_of_weights='last_layer', where a prediction needs the features alone; other "
+            "weights need a backward pass for every output. Fit the last layer, or serve la.predict(x) itself."
+        )
+
+
+def _try(made: PredictiveModule, fit: Any) -> None:
+    """Run the algebra on one row, so that what does not go is refused now."""
+    row = fit.mean.new_zeros(1, fit.n_outputs), fit.mean.new_zeros(1, made._width)
+    made.predictive(*row)
+
+
+def _compare(la: Any, made: PredictiveModule, example: Any, link: str | Link | None, how: Link | None) -> None:
+    """Refuse a module whose predictions are not those of the posterior."""
+    prediction = predict(la, example, link_approx=link)
+    at_positions = isinstance(prediction, PredictionAtPositions)
+    rows = prediction.rows if at_positions else prediction
+    made._flat = at_positions and prediction.positions.dim is None
+    assert isinstance(rows.outputs, OutputGaussian)
+    expected = {"variance": rows.outputs.variance}
+    if how is None or not how.makes_draws:
+        expected["mean"] = rows.mean
+    inputs = example if isinstance(example, (tuple, list)) else (example,)
+    found = made(*inputs)
+    found = {made.outputs[0]: found} if isinstance(found, Tensor) else found
+    for name, value in expected.items():
+        if name not in found:
+            continue
+        got = found[name].reshape(-1) if made._dim == -1 else found[name].movedim(1, -1).reshape(-1)
+        same = got.shape == value.reshape(-1).shape and bool(
+            (got - value.reshape(-1)).abs().max() <= _TOLERANCE * value.abs().max()
+        )
+        if not same:
+            raise ModelError(
+                f"the {name} of the module is not that of la.predict for the example: the network does something "
+                "behind its last layer that depends on the outputs' values, or reaches modules that cannot be copied. "
+                "Let forward return the output of the last layer itself."
+            )
+
+
+def _arguments_of(network: nn.Module) -> tuple[frozenset[str], frozenset[str], bool]:
+    """Return the names of the arguments of `forward`, which of them it requires, and whether it takes any keyword."""
+    parameters = list(inspect.signature(network.forward).parameters.values())
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = frozenset(p.name for p in named if p.default is p.empty)
+    return frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters)
