@@ -64,15 +64,16 @@ class Profile:
         self._line = _lines(held_out.scale, start)
         self._objectives: dict[Setting, float] = {}
         self._hopeless = _HOPELESS * (held_out.posterior.fit.n_outputs if held_out.scale == "sigma_noise" else 1)
-        self._add([NETWORK])
+        self._add([NETWORK, *half_decades(-HALF_DECADES, HALF_DECADES)])
 
     def search(self) -> None:
         """Find the best scale of each factor; those of posteriors are looked for around the network's own."""
-        self._descend()
-        centre = self.lines[NETWORK].best
         if self.held_out.scale == "softmax_temperature":
-            self._line = _around(centre)
-        self._add(half_decades(-HALF_DECADES, HALF_DECADES))
+            self._score([(factor, 1.0) for factor in self.lines])  # all at once: the network runs once
+            factors, self.lines = self.factors, {NETWORK: self.lines[NETWORK]}
+            self._descend()
+            self._line = _around(self.lines[NETWORK].best)
+            self.lines |= {factor: self._line() for factor in factors}
         self._descend()
         line, top = self.lines[NETWORK], max(self.factors)
         shared = set(self.lines[top].seen) & set(line.seen)
@@ -150,12 +151,16 @@ class Profile:
             if not asked:
                 return
             settings = [(factor, _scale(u)) for factor, points in asked.items() for u in points]
-            found = [self._objective(scored) for scored in self.held_out.scores(settings)]
-            self._require_finite(settings, found)
-            self._objectives |= dict(zip(settings, found, strict=True))
+            self._score([setting for setting in settings if setting not in self._objectives])
             for factor, points in asked.items():
                 here = [(factor, _scale(u)) for u in points]
                 self.lines[factor].take(points, [self._objectives[s] + self.penalty(s) for s in here])
+
+    def _score(self, settings: Sequence[Setting]) -> None:
+        """Find the objectives of settings, and keep them."""
+        found = [self._objective(scored) for scored in self.held_out.scores(settings)] if settings else []
+        self._require_finite(settings, found)
+        self._objectives |= dict(zip(settings, found, strict=True))
 
     def _require_finite(self, settings: Sequence[Setting], values: Sequence[float]) -> None:
         bad = [setting for setting, value in zip(settings, values, strict=True) if not math.isfinite(value)]
@@ -233,7 +238,8 @@ def _around(centre: float) -> Callable[[], Line]:
     A wide posterior needs a smaller T than the network. The objective is flat at its minimum: 0.01 in log T is near
     enough.
     """
-    grid = sorted({min(max(centre + step, -_TEMPERATURES), _TEMPERATURES) for step in (-1.0, -0.5, 0.0, 0.5)})
+    near = {min(max(centre + step, -_TEMPERATURES), _TEMPERATURES) for step in (-1.0, -0.5, 0.0, 0.5)}
+    grid = sorted({*near, 0.0})  # at T = 1 all were scored
     return lambda: Line(grid, -_TEMPERATURES, _TEMPERATURES, tolerance=0.01)
 
 
