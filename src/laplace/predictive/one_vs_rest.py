@@ -24,6 +24,8 @@ divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -40,10 +42,10 @@ _NODES: Final = ((0.0, 8 / 15), (1.355626179974266, 0.2220759220056126), (2.8569
 _NARROW, _WIDE = 0.1, 0.3  # below the first u the nodes are used alone, above the second the mixture
 _GUMBEL_MEAN, _GUMBEL_VARIANCE = 0.5772156649, math.pi**2 / 6
 _POINTS = 20  # at which the integral over y is evaluated
-_SEARCHED = (1 / 1024, 1 / 256, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the integrand is looked for first
+_SHARES: Final = (0.0, *(2 ** (-k / 3) for k in range(30, -1, -1)))  # where the integrand is looked for: 0, 2^-10 to 1
 _FLANK = 0.12  # the first distance between points, as a share of the integrand's left flank
 _LEFT, _RIGHT = 9.0, 5e-5  # -log of the distribution function of the largest, where the integral starts and ends
-_CHUNK = 2**17  # numbers at a time: few enough to stay in a processor's cache
+_CHUNK = 2**19  # numbers at a time: few enough to stay in a processor's cache
 
 
 def one_vs_rest(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
@@ -57,11 +59,38 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
     Costs about 20 * 12 exponentials and error functions per output, and no memory beyond a chunk of inputs.
     """
     f = f - f.amax(-1, keepdim=True)
-    if is_traced():
+    step = max(1, _CHUNK // (_POINTS * len(_WEIGHTS) * f.shape[1]))
+    if is_traced() or len(f) <= step:
         return _integrated(f, u)
-    step = max(1, _CHUNK // (_POINTS * f.shape[1]))
     parts = zip(f.split(step), u.split(step), strict=True)
     return torch.cat([_integrated(*part) for part in parts])
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The numbers above as tensors. Six normals and five nodes have a last dimension of their own."""
+
+    shares: Tensor  # (31,)
+    levels: Tensor  # (3,)
+    t: Tensor  # (Y,)
+    means: Tensor  # (6,)
+    variances: Tensor  # (6,)
+    weights: Tensor  # (6,)
+    nodes: Tensor  # (5,)
+    node_weights: Tensor  # (5,)
+
+
+def _constants(dtype: torch.dtype, device: torch.device) -> _Constants:
+    nodes = [(sign * x, weight) for x, weight in _NODES for sign in ((1, -1) if x else (1,))]
+    rows = _SHARES, [math.log(level) for level in (_LEFT, 1.0, _RIGHT)], range(_POINTS), _MEANS, _VARIANCES, _WEIGHTS
+    rows = *rows, [x for x, _ in nodes], [weight for _, weight in nodes]
+    return _Constants(*(torch.tensor(row, dtype=dtype, device=device) for row in rows))
+
+
+@cache
+def _kept_constants(dtype: torch.dtype, device: torch.device) -> _Constants:
+    with torch.inference_mode(False):  # they may be used with gradients later
+        return _constants(dtype, device)
 
 
 def _integrated(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, C)
@@ -70,94 +99,86 @@ def _integrated(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, C)
     Of classes with very different variances, a narrow one bounds the largest of all from below, and wide ones reach
     far above it: the integrand is widest on its right.
     """
+    known = (_constants if is_traced() else _kept_constants)(f.dtype, f.device)
     with torch.no_grad():
-        low, first, growth = _spacing(f, u)
-        t = torch.arange(_POINTS, dtype=f.dtype, device=f.device)
-        y = low + first * torch.expm1(growth * t) / growth  # (n, Y)
-    log_h, log_below = _log_hazard(f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1))  # (n, Y, C)
+        low, first, growth = _spacing(f, u, known)
+        grown = growth * known.t
+        y = low + first * torch.expm1(grown) / growth  # (n, Y)
+    log_h, log_below = _log_hazard(f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1), known)  # (n, Y, C)
     total = log_h.logsumexp(-1)
-    weights = (log_below.sum(-1) + total + growth * t).softmax(-1)  # both ends are negligible
-    return torch.einsum("ny,nyc->nc", weights, (log_h - total.unsqueeze(-1)).exp())
+    weights = (log_below.sum(-1) + total + grown).softmax(-1)  # both ends are negligible
+    return (weights.unsqueeze(1) @ (log_h - total.unsqueeze(-1)).exp()).squeeze(1)
 
 
-def _log_hazard(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
+def _log_hazard(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
     """Return log h and log F at a = m - y, from whichever of the two forms is accurate at u, or from both."""
-    if not is_traced() and (u >= _WIDE).all():
-        return _by_mixture(a, u)
-    if not is_traced() and (u <= _NARROW).all():
-        return _by_nodes(a, u)
+    if not is_traced():
+        least, most = (float(end) for end in u.detach().aminmax())
+        if least >= _WIDE:
+            return _by_mixture(a, u, known)
+        if most <= _NARROW:
+            return _by_nodes(a, u, known)
     share = ((u - _NARROW) / (_WIDE - _NARROW)).clamp(0, 1)
     share = share.square() * (3 - 2 * share)
-    (h, below), (narrow_h, narrow_below) = _by_mixture(a, u), _by_nodes(a, u)
+    (h, below), (narrow_h, narrow_below) = _by_mixture(a, u, known), _by_nodes(a, u, known)
     return torch.lerp(narrow_h, h, share.expand_as(h)), torch.lerp(narrow_below, below, share.expand_as(h))
 
 
-def _by_mixture(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    density, below = torch.zeros_like(a), torch.zeros_like(a)
-    for weight, mean, variance in zip(_WEIGHTS, _MEANS, _VARIANCES, strict=True):
-        scale = (2 * (u + variance)).rsqrt()
-        z = (a - mean) * scale
-        below.add_(torch.erfc(z), alpha=weight / 2)
-        density.addcmul_(z.square().neg_().exp_(), weight / math.sqrt(math.pi) * scale)
-    log_below = _log(below)
+def _by_mixture(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:
+    scale = (2 * (u.unsqueeze(-1) + known.variances)).rsqrt()  # (n, 1, C, 6)
+    z = (a.unsqueeze(-1) - known.means) * scale
+    log_below = _log(torch.erfc(z) @ (known.weights / 2))
+    log_density = _log(((-z.square()).exp() * scale) @ (known.weights / math.sqrt(math.pi)))
     # Jensen's bound, e^(a + u/2) exp(-e^(a + 3u/2)): sharp far below y, where the mixture's tail falls too fast
     bound = a + u / 2 - (a + 1.5 * u).clamp(max=50).exp()
-    return torch.maximum(_log(density), bound) - log_below, log_below
+    return torch.maximum(log_density, bound) - log_below, log_below
 
 
-def _by_nodes(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    density, below = torch.zeros_like(a), torch.zeros_like(a)
+def _by_nodes(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:
     spread = u.clamp(torch.finfo(u.dtype).tiny, _WIDE).sqrt()  # whose derivative is finite at u = 0
     a = a.clamp(max=50)  # where both are 0, and finite in float32
     shift = a.clamp(max=0)  # so that the density far below y does not underflow
-    for node, weight in _NODES:
-        for x in {node: None, -node: None}:  # once for the node at 0
-            rate = (a + spread * x).exp()
-            each = weight * (-rate).exp()
-            below.add_(each)
-            density.addcmul_(each, (a - shift + spread * x).exp_())
-    log_below = _log(below)
-    return _log(density) + shift - log_below, log_below
+    moved = spread.unsqueeze(-1) * known.nodes  # (n, 1, C, 5)
+    each = (-(a.unsqueeze(-1) + moved).exp()).exp()
+    log_below = _log(each @ known.node_weights)
+    log_density = _log((each * ((a - shift).unsqueeze(-1) + moved).exp()) @ known.node_weights)
+    return log_density + shift - log_below, log_below
 
 
-def _spacing(f: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), (n, C) -> (n, 1) each
-    """Return the first y, the distance of the second from it, and k, the logarithm by which distances grow."""
-    mean, spread, c = f + _GUMBEL_MEAN, (u + _GUMBEL_VARIANCE).sqrt(), f.shape[1]
-    levels = torch.tensor([_LEFT, 1.0, _RIGHT], dtype=f.dtype, device=f.device).log()
-    low = (mean - math.sqrt(2 * _LEFT) * spread).amax(1, keepdim=True).expand(-1, 3)
-    high = (mean + math.sqrt(2 * math.log(c / _RIGHT)) * spread).amax(1, keepdim=True)
-    high = torch.maximum(high, (f + u / 2).amax(1, keepdim=True) + math.log(c / _RIGHT)).expand(-1, 3)
-    for shares in (_SEARCHED, (0.25, 0.5, 0.75), (0.25, 0.5, 0.75)):
-        steps = torch.tensor(shares, dtype=f.dtype, device=f.device)
-        y = low.unsqueeze(2) + (high - low).unsqueeze(2) * steps  # (n, 3, points)
-        found = _log_depth(y[:, :1] if shares is _SEARCHED else y, f, u, spread).expand_as(y)
-        after = (found > levels.unsqueeze(1)).sum(2, keepdim=True)
-        edges = torch.cat([low.unsqueeze(2), y, high.unsqueeze(2)], 2)
-        low, high = edges.gather(2, after).squeeze(2), edges.gather(2, after + 1).squeeze(2)
-    ends = _log_depth(torch.stack([low, high], 2), f, u, spread)
-    share = ((ends[..., 0] - levels) / (ends[..., 0] - ends[..., 1])).nan_to_num(0.5).clamp(0, 1)
-    start, middle, stop = (low + (high - low) * share).split(1, 1)
+def _spacing(f: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor, Tensor]:  # (n, C) twice -> (n, 1) each
+    """Return the first y, the distance of the second from it, and k, the logarithm by which distances grow.
+
+    -log of the distribution function of the largest falls with y: where it crosses three levels is looked for on one
+    grid, finest on its left, and interpolated. This is rough, and moves points alone: the integral is theirs.
+    """
+    mean, spread, ends = f + _GUMBEL_MEAN, (u + _GUMBEL_VARIANCE).sqrt(), math.log(f.shape[1] / _RIGHT)
+    low = (mean - math.sqrt(2 * _LEFT) * spread).amax(1, keepdim=True)
+    high = torch.maximum(mean + math.sqrt(2 * ends) * spread, f + u / 2 + ends).amax(1, keepdim=True)
+    y = low + (high - low) * known.shares  # (n, 32)
+    depth = _log_depth(y, f, u, spread)
+    after = (depth.unsqueeze(2) > known.levels).sum(1).clamp(1, len(_SHARES) - 1)  # (n, 3)
+    above, below = depth.gather(1, after - 1), depth.gather(1, after)
+    share = ((above - known.levels) / (above - below)).nan_to_num(0.5).clamp(0, 1)
+    start, middle, stop = torch.lerp(y.gather(1, after - 1), y.gather(1, after), share).split(1, 1)
     equal = (stop - start) / (_POINTS - 1)
     first = torch.minimum(_FLANK * (middle - start), equal).clamp(min=1e-6)
     return start, first, _growth(equal / first) / (_POINTS - 1)
 
 
-def _log_depth(y: Tensor, f: Tensor, u: Tensor, spread: Tensor) -> Tensor:  # (n, k, points) -> (n, k, points)
+def _log_depth(y: Tensor, f: Tensor, u: Tensor, spread: Tensor) -> Tensor:  # (n, points) -> (n, points)
     """Return log(-log prod F), roughly: by one normal in place of the Gumbel variate, or by its exponential tail."""
-    below = f[:, None, None] - y.unsqueeze(-1)  # a, (n, k, points, C)
-    above = torch.erfc(-(below + _GUMBEL_MEAN) / (spread * math.sqrt(2))[:, None, None]) / 2
-    tail = torch.where(below + 1.5 * u[:, None, None] < 0, below + u[:, None, None] / 2, -math.inf).exp()
+    below, u = f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1)  # a, (n, points, C)
+    above = torch.erfc((below + _GUMBEL_MEAN) / (-math.sqrt(2) * spread).unsqueeze(1)) / 2
+    tail = torch.where(below + 1.5 * u < 0, below + u / 2, -math.inf).exp()
     depth = torch.maximum(-torch.log1p(-above.clamp(max=1 - 1e-6)), tail).sum(-1)
     return depth.clamp(min=torch.finfo(f.dtype).tiny).log()
 
 
 def _growth(ratio: Tensor) -> Tensor:
-    """Return x > 0 with (e^x - 1) / x = ratio, by Newton's steps on its logarithm; 1e-3 for a ratio of 1."""
-    x = (2 * (ratio - 1)).clamp(min=1e-3).minimum(2 * ratio.log() + 1)
-    for _ in range(6):
-        value = torch.log(torch.expm1(x) / x) - ratio.log()
-        x = (x - value / (1 / -torch.expm1(-x) - 1 / x)).clamp(min=1e-3)
-    return x
+    """Return x > 0 with (e^x - 1) / x = ratio, to 2 %: one step of x = log ratio + log(x / (1 - e^-x))."""
+    log_ratio = ratio.log()
+    x = (log_ratio + torch.log1p(log_ratio)).clamp(min=1e-3)
+    return (log_ratio + torch.log(x / -torch.expm1(-x))).clamp(min=1e-3)
 
 
 def _log(x: Tensor) -> Tensor:

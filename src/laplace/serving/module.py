@@ -68,12 +68,11 @@ class PredictiveModule(nn.Module):
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
         """Return the prediction at a batch of inputs, in the shape of the network's outputs."""
-        out = (
-            self.network(x) if isinstance(x, Tensor) and not further and not named else self._called(x, further, named)
-        )
+        plain = isinstance(x, Tensor) and not further and not named
+        out = self.network(x) if plain else self._called(x, further, named)
         phi = out if isinstance(out, Tensor) else logits(out)
         phi = phi if self._dim == -1 else phi.movedim(1, -1)
-        if not torch.jit.is_tracing() and phi.shape[-1] != self._width:  # the tracer makes tensors of sizes
+        if phi.shape[-1] != self._width and not torch.jit.is_tracing():  # the tracer makes tensors of sizes
             raise ModelError(
                 f"the network changes the output of its last layer {'.'.join(self._path)!r} in a way that features "
                 f"do not survive: {self._width} of them became {tuple(phi.shape)}. It may drop a last dimension with "

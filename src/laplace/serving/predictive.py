@@ -105,10 +105,11 @@ class Predictive(Kept):
         variance = None if spread is None else spread.variance(phi)
         used = variance if contrasts is None else contrasts.variance(phi)
         assert used is not None
-        found = {"mean": form(f, used)}
-        if variance is not None:
-            found["variance"] = variance
-        return {name: found[name] for name in self.wanted}
+        if variance is None or self.wanted == ("mean",):
+            return {"mean": form(f, used)}
+        if self.wanted == ("variance",):
+            return {"variance": variance}
+        return {"mean": form(f, used), "variance": variance}
 
     def _gaussian(self, f: Tensor, phi: Tensor) -> FixedOutputs:
         """Return as much of the Gaussian of the outputs as is needed."""
