@@ -50,7 +50,7 @@ def approximated(matrix: Tensor, rank: int) -> Tensor:
         return matrix
     s = columns_for(d, rank, matrix)
     low = matrix @ s @ torch.linalg.pinv(s.T @ matrix @ s, rtol=1e-10, hermitian=True) @ s.T @ matrix
-    values, vectors = torch.linalg.eigh((low + low.T) / 2)
+    vectors = torch.linalg.eigh((low + low.T) / 2).eigenvectors
     others = vectors[:, : d - rank]
     return low + (matrix.trace() - low.trace()).clamp(min=0) / (d - rank) * others @ others.T
 
@@ -65,6 +65,7 @@ def test_a_sketch_of_enough_columns_is_the_matrix_itself():
 
 
 def test_fewer_columns_find_the_largest_eigenvalues_and_keep_the_trace():
+    torch.manual_seed(0)
     q = torch.linalg.qr(torch.randn(40, 40, dtype=torch.float64)).Q
     true = 2.0 ** -torch.arange(40, dtype=torch.float64)
     a = ((q * true) @ q.T).unsqueeze(0)
@@ -94,15 +95,15 @@ def test_reflections_are_an_orthonormal_basis_that_begins_with_the_vectors(rank)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize(("kind", "examples"), [("mlp", 8), ("tokens", 2), ("conv", 2)])
+@pytest.mark.parametrize(("kind", "examples"), [("mlp", 2), ("tokens", 2), ("conv", 2)])
 def test_enough_columns_give_the_posterior_of_whole_factors(kind, examples, sharing):
     model, data, x = batches(kind, examples)
     few = data[:1]  # as many rows as the sketch has columns, or fewer
     whole = Laplace(model, "classification", "all", Kron(weight_sharing=sharing)).fit(few)
     la = Laplace(model, "classification", "all", Kron(weight_sharing=sharing, rank=8)).fit(few)
     assert any("sketch" in key for key in la.posterior.fit.sums)
-    close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())
-    close(la(x), whole(x))
+    close(la.log_marginal_likelihood(), whole.log_marginal_likelihood(), rtol=1e-5, atol=0)
+    close(la(x), whole(x), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("damping", [False, True])
