@@ -401,7 +401,7 @@ def _require_outputs(model: nn.Module, few: Tensor, n_outputs: int) -> None:
 
 
 def _require_logits(net: Any) -> None:
-    """Refuse a skorch net whose loss takes probabilities: trained by it, a network that returns logits learns nothing."""
+    """Refuse a skorch net whose loss takes probabilities: a network that returns logits learns nothing from it."""
     loss = net.criterion
     if loss is nn.NLLLoss or isinstance(loss, nn.NLLLoss):
         raise OptionError(

@@ -112,7 +112,7 @@ def _integrated(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, C)
 
 def _log_hazard(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
     """Return log h and log F at a = m - y, from whichever of the two forms is accurate at u, or from both."""
-    if not is_traced():
+    if not is_traced() and len(u):
         least, most = (float(end) for end in u.detach().aminmax())
         if least >= _WIDE:
             return _by_mixture(a, u, known)

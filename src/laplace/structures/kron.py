@@ -63,7 +63,8 @@ class Kron(BlockDiagonal):
         if not isinstance(damping, (bool, str)) or damping not in DAMPINGS:
             raise OptionError(f"damping={shown(damping)} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
         self.damping, self.weight_sharing = damping, choice(weight_sharing, SHARINGS, "weight_sharing")
-        self.rank = None if rank is None else whole_number(rank, "rank")
+        self.rank: int | float | None = None if rank is None else whole_number(rank, "rank")
+        self._sketch = self.rank  # which structures that inherit this one do not have, whatever rank means to them
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -102,12 +103,12 @@ class Kron(BlockDiagonal):
 
     @property
     def _columns(self) -> int:
-        assert self.rank is not None
-        return self.rank
+        assert self._sketch is not None
+        return int(self._sketch)
 
     def _sketched(self, side: int) -> bool:
         """Whether a factor with so many rows is kept as a sketch."""
-        return self.rank is not None and side > self.rank
+        return self._sketch is not None and side > self._sketch
 
     def _numbers(self, side: int, diagonal: bool) -> int:
         """Return how many numbers are kept of a factor."""
@@ -148,7 +149,7 @@ class Kron(BlockDiagonal):
         if not self.in_own_form(own):
             return "diag" if "diag" in own else dense_form(own)
         groups, rows, columns = _kept_sides(own)
-        kinds = "diagonal " if "b" in own else f"rank {self.rank} of " if any("sketch" in key for key in own) else ""
+        kinds = "diagonal " if "b" in own else f"rank {self._sketch} of " if any("sketch" in key for key in own) else ""
         factors = f"kron {kinds}{rows} x {columns}"
         return factors if groups == 1 else f"{groups} groups of {factors}"
 
