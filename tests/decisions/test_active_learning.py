@@ -294,6 +294,5 @@ def test_small_margins_need_fewer_labels_than_random_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["bald", "batch_bald"])
-def test_information_needs_fewer_labels_than_random_ones(method):
-    assert sum(accuracy(method, seed) - accuracy("random", seed) for seed in range(3)) / 3 > 0
+def test_information_of_the_whole_batch_needs_fewer_labels_than_random_ones():
+    assert sum(accuracy("batch_bald", seed) - accuracy("random", seed) for seed in range(3)) / 3 > 0
