@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,7 +130,8 @@ def test_few_columns_give_the_posterior_of_the_approximated_factors(kind, dampin
     names = whole.layout.names
     jacobians = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(parameters)
     j = torch.cat([jacobians[name].detach().flatten(2) for name in names], 2)  # (N, C, P)
-    close(la.predict(x).outputs.variance, (j @ sigma * j).sum(2))
+    prediction: Any = la.predict(x)
+    close(prediction.outputs.variance, (j @ sigma * j).sum(2))
     close(la.posterior.gaussian.logdet(), torch.linalg.slogdet(expected).logabsdet)
     drawn = la.sample(3000, generator=torch.Generator().manual_seed(0)) - la.mean
     close(drawn.T @ drawn / 3000, sigma, atol=0.15, rtol=0)

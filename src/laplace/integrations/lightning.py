@@ -196,9 +196,9 @@ def _unpacked(loader: Any, unpack: Callable[[Any], tuple[Any, Any]] | None) -> A
 
 
 def _function_or_none(unpack: Any) -> Callable[[Any], tuple[Any, Any]] | None:
-    if unpack is None or callable(unpack):
-        return unpack
-    raise OptionError(f"unpack={shown(unpack)} must be a function of a batch that returns (x, y).")
+    if unpack is not None and not callable(unpack):
+        raise OptionError(f"unpack={shown(unpack)} must be a function of a batch that returns (x, y).")
+    return unpack
 
 
 def _validation_data(trainer: Trainer) -> Any:
