@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("evaluation",),
     ("tuning",),
     ("checkpoints",),
+    ("conformal",),
     ("laplace",),
     ("online", "preview", "comparison", "layers", "testing"),
     ("integrations",),

@@ -9,6 +9,7 @@ except its `Likelihood`, which is `laplace.compat.enums.Likelihood`.
 """
 
 from laplace import compat as compat
+from laplace import conformal as conformal
 from laplace import curvature as curvature
 from laplace import decisions as decisions
 from laplace import errors as errors
@@ -78,6 +79,7 @@ __all__ = [
 ]
 _ROOMS = (
     "compat",
+    "conformal",
     "curvature",
     "decisions",
     "errors",

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from laplace.checkpoints import posteriors as files
 from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
-from laplace.checks import flag
+from laplace.checks import flag, flag_or_none
+from laplace.conformal import calls as conformalising
 from laplace.curvature import Estimator
 from laplace.errors import OptionError
 from laplace.inference import continual, inspection, options
@@ -232,7 +233,7 @@ class Laplace:
         self,
         train_loader: Any,
         override: Any = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         y: Any = None,
         generator: torch.Generator | None = None,
@@ -252,7 +253,7 @@ class Laplace:
                 dataset of single examples, a Lightning DataModule, or a `transformers.Trainer`, whose training data is
                 read in order.
             override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
-            progress_bar: whether one is shown.
+            progress_bar: whether one is shown; None shows one in a terminal after a few seconds.
             y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
             generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
             checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
@@ -279,7 +280,7 @@ class Laplace:
             train_loader,
             self.prior,
             before,
-            progress_bar=flag(progress_bar, "progress_bar"),
+            progress_bar=flag_or_none(progress_bar, "progress_bar"),
             generator=generator,
             journal=journal,
         )
@@ -303,6 +304,7 @@ class Laplace:
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
     module = serving.module
+    conformal = conformalising.conformal
 
     coverage = inspection.coverage
     mean = reads(inspection.mean)
