@@ -233,12 +233,13 @@ def require_served(structure: Structure, layout: Layout) -> None:
     if structure.scattered or not layout.scattered:
         return
     parts = [name for name, part in zip(layout.names, layout.parts, strict=True) if part is not None]
+    count = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
     able = ", ".join(repr(other) for other, s in STRUCTURES.items() if s.scattered)
     ours = type(structure).__module__.startswith("laplace.")
     own = "" if ours else f" If {structure.name} can keep blocks of shape (k,), say so: scattered = True."
     raise UnsupportedError(
         f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices choose only some weights of "
-        f"{len(parts)} tensors ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
+        f"{count} ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
         f"one of {able}, or all weights of each tensor.{own}"
     )
 
