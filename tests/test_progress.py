@@ -32,7 +32,7 @@ def calls():
         "fit": lambda p: la.fit(LOADER, progress_bar=p),
         "predict": lambda p: la.predict([X, X], progress_bar=p),
         "validation": lambda p: la.tune(method="validation", val_loader=LOADER, grid_size=3, progress_bar=p),
-        "valid": lambda p: la.calibrate(LOADER, grid_size=3, progress_bar=p),
+        "valid": lambda p: la.calibrate(LOADER, progress_bar=p),
         "conformal": lambda p: la.conformal(LOADER, 0.5, progress_bar=p),
         "epoch": lambda p: marglik_training(nn.Linear(3, 2), LOADER, "classification", n_epochs=2, progress_bar=p),
     }
