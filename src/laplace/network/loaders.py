@@ -62,6 +62,11 @@ def training_data(
     if not isinstance(override, (bool, np.bool_)) and (inputs or isinstance(override, Tensor) or is_array(override)):
         if y is not None:
             raise OptionError("la.fit got labels twice, as second argument and as y=; give them once.")
+        if not inputs:
+            raise OptionError(
+                f"override={shown(override)}; it is True or False. In la.fit(x, y) the second argument is the labels of "
+                f"all data, and the first their inputs, but a {type(loader).__name__} came: a loader has its own labels."
+            )
         y, override = override, True
     if y is None:
         return loader_of(dataloader_of(loader, "train"), collate_fn, batch_size), override
