@@ -54,6 +54,11 @@ STRUCTURE = [  # name, keywords, object
     ("gp", {"functional_approximation": "nystrom", "rank": 4}, Nystrom(rank=4)),
     ("gp", {"functional_approximation": "nystrom", "n_subset": 5, "seed": 1}, Nystrom(n_subset=5, seed=1)),
     ("gp", {"functional_approximation": "variational", "inducing_steps": 3}, Variational(inducing_steps=3)),
+    (
+        "gp",
+        {"functional_approximation": "variational", "n_subset": 5, "seed": 1, "inducing": "kmeans"},
+        Variational(n_subset=5, seed=1, inducing="kmeans"),
+    ),
 ]
 SUBSET = [
     ("last_layer", {}, LastLayer()),

@@ -64,8 +64,9 @@ def training_data(
             raise OptionError("la.fit got labels twice, as second argument and as y=; give them once.")
         if not inputs:
             raise OptionError(
-                f"override={shown(override)}; it is True or False. In la.fit(x, y) the second argument is the labels of "
-                f"all data, and the first their inputs, but a {type(loader).__name__} came: a loader has its own labels."
+                f"override={shown(override)}; it is True or False. In la.fit(x, y) the second argument is the labels "
+                f"of all data, and the first their inputs, but a {type(loader).__name__} came: a loader has its own "
+                "labels."
             )
         y, override = override, True
     if y is None:
