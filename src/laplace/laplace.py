@@ -114,7 +114,11 @@ class Laplace:
         n_subset: of 'gp', how many points are kept (None: all, up to 256).
         seed: of 'gp', what the points are drawn by.
         independent_outputs: of 'gp' with 'sod', each output by itself.
-        functional_approximation: of 'gp', 'sod' (the subset alone) or 'nystrom' (all data in `rank` directions).
+        functional_approximation: of 'gp', 'sod' (the subset alone), 'nystrom' (all data in `rank` directions) or
+            'variational' (all data given `n_subset` inducing points).
+        inducing: of 'gp' with 'variational', where the inducing points are: 'random' (drawn from the data), 'kmeans',
+            or the points themselves, in the form of the inputs.
+        inducing_steps: of 'gp' with 'variational', how many steps to move the inducing points by.
         memory_budget: bytes that may be taken; what is free, if left out.
         class_dim: which dimension of the outputs has the classes: -1 of (N, C) and (N, T, C), 1 of (N, C, H, W); None
             for one number at each position, (N, T).
@@ -159,6 +163,8 @@ class Laplace:
         seed: int = 0,
         independent_outputs: bool = False,
         functional_approximation: str = "sod",
+        inducing: Any = "random",
+        inducing_steps: int = 0,
         memory_budget: int | None = None,
         class_dim: int | None = -1,
         backend: Any = None,
@@ -170,6 +176,7 @@ class Laplace:
         self.damping, self.weight_sharing, self.rank, self.tol = damping, weight_sharing, rank, tol
         self.n_subset, self.seed, self.independent_outputs = n_subset, seed, independent_outputs
         self.functional_approximation, self.memory_budget = functional_approximation, memory_budget
+        self.inducing, self.inducing_steps = inducing, inducing_steps
         self.subset_of_weights, self.hessian_structure = subset_of_weights, hessian_structure
         self.last_layer_name, self.feature_reduction = last_layer_name, feature_reduction
         self.backend_name, self.backend_kwargs = name_of_backend(backend), backend_kwargs

@@ -427,10 +427,11 @@ class NetworkMoments:
         return total
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
-        return gram(along(self.parameters, steps).flatten(1).T.double())
+        uses = [use.double() for use in self.parameters] if steps[0].dtype == torch.float64 else self.parameters
+        return gram(along(uses, steps).flatten(1).T.double())
 
     def trace(self) -> Tensor:
-        return torch.stack([use.trace() for use in self.parameters]).sum()
+        return torch.stack([use.double().trace() for use in self.parameters]).sum()
 
 
 def _doubled(t: Tensor) -> Tensor:

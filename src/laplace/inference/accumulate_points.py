@@ -31,7 +31,7 @@ class SubsetAccumulator(Accumulator):
         self._draw_anew()
 
     def _draw_anew(self) -> None:
-        self.subset = Subset(self.functional.most, self.functional.seed)
+        self.subset = Subset(self.functional.drawn, self.functional.seed)
         self.points: Points | None = None
 
     def _forget(self) -> None:
@@ -56,7 +56,7 @@ class SubsetAccumulator(Accumulator):
         super()._add(batches)
         if self.points is None:
             with torch.no_grad():
-                points = self.subset.points(self.n_data, self.functional.n_subset, self.functional.vectors)
+                points = self.functional.place(self.subset, self.n_data, self.engine)
                 self._require_room(len(points), points.parts[0].y.shape[1])
                 gradients = partial(points.gradients, self.engine, self.budget.chunk)
                 self.sums = {**self.functional.from_points(gradients, len(points), self.layout)}

@@ -6,6 +6,7 @@ on batch sizes, and the size of the data need not be known.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class _Seen:
     curvature: OutputCurvature
 
     def only(self, index: Tensor) -> _Seen:
-        inputs = self.inputs.at(index)  # copied: a loader may reuse its memory
+        inputs = self.inputs.at(index)
         return _Seen(
             self.keys[index], self.numbers[index], inputs, self.curvature.part(index.to(self.curvature.device))
         )
@@ -54,17 +55,15 @@ class Subset:
                 "examples. Give inputs whose tensors all have the examples in their first dimension."
             )
         keys = uniforms(n, 1, 1, torch.empty(0), self.generator).flatten()
-        parts = [*self.parts, _Seen(keys, torch.arange(self.seen, self.seen + n), inputs, curvature)]
+        new = _Seen(keys, torch.arange(self.seen, self.seen + n), inputs, curvature)
         self.seen += n
-        sizes = [len(part.keys) for part in parts]
-        kept = torch.zeros(sum(sizes), dtype=torch.bool)
-        kept[torch.cat([part.keys for part in parts]).topk(min(self.most, len(kept)), largest=False).indices] = True
-        masks = zip(parts, kept.split(sizes), strict=True)
-        self.parts = [
-            part if part is not parts[-1] and mask.all() else part.only(mask.nonzero().flatten())
-            for part, mask in masks
-            if mask.any()
-        ]
+        self.parts = _smallest([*self.parts, new], self.most, new)
+
+    def fewer(self, most: int) -> Subset:
+        """Return the points that a subset of at most `most` points would have kept."""
+        out = copy.copy(self)
+        out.most, out.parts = most, _smallest(self.parts, most, None)
+        return out
 
     def points(self, n_data: int, asked: int | None, vectors: Vectors) -> Points:
         """Return the points drawn from `n_data` examples, with the vectors to send back from their outputs."""
@@ -80,3 +79,16 @@ class Subset:
         groups = gathered(batches, lambda: kept)
         joined = [group if isinstance(group, Batch) else group.joined() for group in groups]
         return Points(joined, torch.cat([part.numbers for part in self.parts]))
+
+
+def _smallest(parts: list[_Seen], most: int, new: _Seen | None) -> list[_Seen]:
+    """Return the points with the smallest keys. Those of `new` are copied: a loader may reuse its memory."""
+    sizes = [len(part.keys) for part in parts]
+    kept = torch.zeros(sum(sizes), dtype=torch.bool)
+    kept[torch.cat([part.keys for part in parts]).topk(min(most, len(kept)), largest=False).indices] = True
+    masks = zip(parts, kept.split(sizes), strict=True)
+    return [
+        part if part is not new and mask.all() else part.only(mask.nonzero().flatten())
+        for part, mask in masks
+        if mask.any()
+    ]
