@@ -24,10 +24,13 @@ from laplace.errors import (
 )
 from laplace.inference.next_tokens import are_shifted, labels_within, refuse_tokens_themselves, shifted
 from laplace.inference.own_loss import compare
+from laplace.inference.ready import Ready, ReadyHead
 from laplace.inference.targets import check_finite
 from laplace.linalg.autocast import rounding
 from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
+from laplace.network.kept import replicate_to_keep
 from laplace.network.pytree import map_tensors, tensors_in
+from laplace.network.replica import replicate
 from laplace.network.sharing import Sharing, outputs_of
 from laplace.posterior.posterior import Fit
 from laplace.predictive.positions import Positions
@@ -59,7 +62,7 @@ class Runner:
         self.snapshot: Snapshot | None = None
         self.dims: tuple[int, ...] | None = None
         self.next_tokens: bool | None = None
-        self._sharing, self._warned = Sharing(), set[str]()
+        self._sharing, self._warned, self._ready = Sharing(), set[str](), Ready()
 
     # ---- what the network is -------------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class Runner:
         """Return the engine that runs the network. A `plan` of an earlier call saves making it again."""
         spec = self.spec
         if isinstance(weights, FoundLastLayer):
-            return Head(self.model, weights, spec.budget, spec.class_dim)
+            return Head(replicate(self.model), weights, spec.budget, spec.class_dim)
         reduce = spec.structure.weight_sharing == "reduce"
         return Network(self.model, weights, spec.budget, plan, reduce, spec.estimator.exact_hessian, spec.class_dim)
 
@@ -180,10 +183,11 @@ class Runner:
 
     def uncut(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         """Yield runs on consecutive parts of the inputs, with all positions of each example."""
-        self.notice_changes(fit)
+        ready = self._ready.take(fit) or self._made_ready(fit)
         assert self.weights is not None
-        engine = self.engine(self.weights, self.plan)
-        inputs = self.told_apart(inputs.as_tensors(self.model).to(device_of(self.model)))
+        engine = self.engine(self.weights, self.plan) if ready is None else ready.head
+        device = device_of(self.model) if ready is None else ready.device
+        inputs = self.told_apart(inputs.as_tensors(self.model).to(device))
         if not engine.linear and any(t.shape[:1] == (0,) for t in tensors_in(inputs.x)):
             raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
         seen = 0  # number of examples in the parts before
@@ -198,6 +202,19 @@ class Runner:
             seen += forward.positions.n
             yield fit.attach_points(forward, engine, self.spec.budget.chunk)
         self.plan = engine.plan
+        if ready is not None:
+            self._ready.give(ready)
+
+    def _made_ready(self, fit: Fit) -> ReadyHead | None:
+        """Return an engine that can be kept, for the last layer of a network that is the same as when it was fitted."""
+        self.notice_changes(fit)
+        if not isinstance(self.weights, FoundLastLayer) or self.changed(fit.mean):
+            return None
+        kept = replicate_to_keep(self.model)
+        if kept is None:
+            return None
+        head = Head(kept.replica, self.weights, self.spec.budget, self.spec.class_dim)
+        return ReadyHead.of(head, kept, fit, self.weights.tensors(self.model))
 
     def _run_in_parts(self, engine: Head | Network, parts: Iterable[Inputs]) -> Iterator[Forward]:
         for part in parts:
@@ -244,6 +261,7 @@ class Runner:
         """Remember the current state of the network, which a posterior belongs to."""
         self.weights, self.plan, self.dims, self.snapshot = weights, plan, dims, Snapshot.of(self.model)
         self._warned.discard("stale")
+        self._ready.clear()
 
     def changed(self, mean: Tensor, thoroughly: bool = False) -> str | None:
         """Describe what has changed since the fit. Returns None if nothing has."""
@@ -306,7 +324,7 @@ class Runner:
     def with_structure_of(self, fit: Fit) -> Runner:
         """Return a runner of the same network for another fit, with all warnings to come again."""
         other = copy.copy(self)
-        other.spec, other._warned = replace(self.spec, structure=fit.structure), set()
+        other.spec, other._warned, other._ready = replace(self.spec, structure=fit.structure), set(), Ready()
         other.snapshot = self.snapshot  # kept: this is the same network, not a copy
         return other
 

@@ -37,6 +37,13 @@ def replicate(model: nn.Module, tracked: Collection[str] = (), written: Collecti
     Only the `tracked` parameters require grad, and nothing ever reaches the user's `.grad`. Tensors that the network
     writes to get memory of their own. So do tensors made in inference mode, which autograd cannot use.
     """
+    return replica_and_copies(model, tracked, written)[0]
+
+
+def replica_and_copies(
+    model: nn.Module, tracked: Collection[str] = (), written: Collection[str] | None = None
+) -> tuple[nn.Module, Copies]:
+    """Return a replica and all copies that were made for it."""
     model = unwrap(model)
     written = known_writes.get(model) if written is None else written
     copies, apart = Copies(_copy_module), written or ()
@@ -53,7 +60,7 @@ def replicate(model: nn.Module, tracked: Collection[str] = (), written: Collecti
         replica.__dict__[_HELD] = copies.held
     if written is None and not isinstance(replica, ScriptModule):
         replica.__dict__[UNWATCHED] = model
-    return replica
+    return replica, copies
 
 
 def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
