@@ -16,6 +16,8 @@ from laplace.errors import ModelError, StaleWarning
 from laplace.inference import runner as running
 
 N, INPUTS, CLASSES = 12, 4, 3
+WEIGHTS = ["last_layer", "all"]
+pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning")
 
 
 class Net(nn.Module):
@@ -64,10 +66,10 @@ class Writing(Net):
         return super().forward(x)
 
 
-def fitted(network: type[Net] = Net, seed: int = 0) -> tuple[Laplace, Tensor]:
-    torch.manual_seed(seed)
+def fitted(network: type[Net] = Net, weights: str = "last_layer") -> tuple[Laplace, Tensor]:
+    torch.manual_seed(0)
     model, x = network().double(), torch.randn(N, INPUTS, dtype=torch.float64)
-    la = Laplace(model, "classification").fit([(x, torch.randint(CLASSES, (N,)))])
+    la = Laplace(model, "classification", weights).fit([(x, torch.randint(CLASSES, (N,)))])
     return la, x
 
 
@@ -77,21 +79,22 @@ def made(monkeypatch) -> list[nn.Module]:
     found: list[nn.Module] = []
     keep, replicate = running.replicate_to_keep, running.replicate
 
-    def keeping(model):
+    def keeping(model, tracked):
         found.append(model)
-        return keep(model)
+        return keep(model, tracked)
 
-    def replicating(model):
+    def replicating(model, tracked):
         found.append(model)
-        return replicate(model)
+        return replicate(model, tracked)
 
     monkeypatch.setattr(running, "replicate_to_keep", keeping)
     monkeypatch.setattr(running, "replicate", replicating)
     return found
 
 
-def test_one_replica_serves_many_predictions(made):
-    la, x = fitted()
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_one_replica_serves_many_predictions(made, weights):
+    la, x = fitted(weights=weights)
     made.clear()
     first = la(x)
     for n in (1, 5, N):
@@ -156,7 +159,8 @@ def add_hook(model: Net) -> None:
 
 
 def set_forward(model: Net) -> None:
-    model.first.forward = lambda x: x @ torch.ones(INPUTS, 6, dtype=x.dtype)
+    own = model.first.forward
+    model.first.forward = lambda x: 2 * own(x)
 
 
 def set_class(model: Net) -> None:
@@ -173,9 +177,10 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_whatever_changes_in_the_network_is_seen_by_the_next_prediction(change):
-    la, x = fitted()
+def test_whatever_changes_in_the_network_is_seen_by_the_next_prediction(change, weights):
+    la, x = fitted(weights=weights)
     la(x)
     before = la.predict(x, diagonal_output=True).outputs.mean
     change(la.model)
@@ -188,9 +193,10 @@ def test_whatever_changes_in_the_network_is_seen_by_the_next_prediction(change):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("network", [Counting, Remembering, Writing])
-def test_what_a_run_leaves_in_the_network_does_not_reach_the_next_prediction(network):
-    la, x = fitted(network)
+def test_what_a_run_leaves_in_the_network_does_not_reach_the_next_prediction(network, weights):
+    la, x = fitted(network, weights=weights)
     expected = la(x)
     for _ in range(3):
         assert torch.equal(la(x), expected)
@@ -199,14 +205,16 @@ def test_what_a_run_leaves_in_the_network_does_not_reach_the_next_prediction(net
     assert not la.model.shift.any()
 
 
-def test_a_run_that_leaves_something_is_not_kept_in_memory():
-    la, x = fitted(Remembering)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_run_that_leaves_something_is_not_kept_in_memory(weights):
+    la, x = fitted(Remembering, weights=weights)
     la(x)
     assert not la.runner._ready._idle
 
 
-def test_a_change_of_the_last_layer_through_data_is_noticed():
-    la, x = fitted()
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_change_of_the_last_layer_through_data_is_noticed(weights):
+    la, x = fitted(weights=weights)
     la(x)
     la.model.head.weight.data[0, 0] += 1
     with pytest.warns(StaleWarning, match="uncertain weights"):
@@ -225,8 +233,9 @@ def test_a_changed_network_raises_each_time_where_warnings_are_errors():
                 la(x)
 
 
-def test_an_exception_in_the_network_leaves_predictions_as_they_were():
-    la, x = fitted()
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_an_exception_in_the_network_leaves_predictions_as_they_were(weights):
+    la, x = fitted(weights=weights)
     expected = la(x)
     with pytest.raises(ModelError):
         la(x[:, :2])
@@ -238,8 +247,9 @@ def test_an_exception_in_the_network_leaves_predictions_as_they_were():
     assert torch.equal(la(x), expected)
 
 
-def test_threads_do_not_meet_in_a_replica(made):
-    la, x = fitted()
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_threads_do_not_meet_in_a_replica(made, weights):
+    la, x = fitted(weights=weights)
     expected = {n: la(x[:n]) for n in range(1, 9)}
     wrong: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Keep what a prediction with the last layer needs of the network ready for the next one."""
+"""Keep the engine that a prediction ran the network with ready for the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.backprop import Head
+from laplace.backprop import Head, Network
 from laplace.network.kept import KeptReplica
 from laplace.posterior.posterior import Fit
 
@@ -17,25 +17,27 @@ _AT_ONCE = 2**16  # most weights that are compared with the posterior's mean in 
 
 
 @dataclass
-class ReadyHead:
+class ReadyEngine:
     """An engine on a kept replica, and the weights that its posterior belongs to."""
 
-    head: Head
+    engine: Head | Network
     kept: KeptReplica
     fit: Fit
     pairs: list[tuple[Tensor, Tensor]]  # parts of the network's weights, and of the mean at the fit
     turn: int = 0
 
     @classmethod
-    def of(cls, head: Head, kept: KeptReplica, fit: Fit, tensors: list[Tensor]) -> ReadyHead | None:
+    def of(cls, engine: Head | Network, kept: KeptReplica, fit: Fit, tensors: list[Tensor]) -> ReadyEngine | None:
         """Make an engine ready, for a network whose uncertain weights are those of the fit. None if it cannot be."""
-        pairs, layout = [], head.weights.layout
+        pairs, layout = [], engine.weights.layout
         for t, flat, m in zip(tensors, layout.gather(tensors), layout.split(fit.mean), strict=True):
             if flat.data_ptr() != t.data_ptr() or t.device != m.device:  # a copy would not follow the weights
                 return None
             pairs += zip(flat.split(_AT_ONCE), m.to(t.dtype).split(_AT_ONCE), strict=True)
+        if isinstance(engine, Network):
+            engine.put_hooks()
         kept.settle()
-        return cls(head, kept, fit, pairs)
+        return cls(engine, kept, fit, pairs)
 
     @property
     def device(self) -> torch.device:
@@ -45,8 +47,8 @@ class ReadyHead:
     def serves(self, fit: Fit) -> bool:
         """Whether network and weights are as they were.
 
-        Writes that torch counts are always seen. Those through `.data` are seen in the last layer alone, of which
-        65,536 weights are compared in a call, the next ones in the next call.
+        Writes that torch counts are always seen. Those through `.data` are seen in the uncertain weights alone, of
+        which 65,536 are compared in a call, the next ones in the next call.
         """
         if self.fit is not fit or not self.kept.is_current():
             return False
@@ -66,9 +68,9 @@ class Ready:
     """Engines that wait for a call. Each serves one call at a time, so that threads do not meet in a replica."""
 
     def __init__(self) -> None:
-        self._idle: list[ReadyHead] = []
+        self._idle: list[ReadyEngine] = []
 
-    def take(self, fit: Fit) -> ReadyHead | None:
+    def take(self, fit: Fit) -> ReadyEngine | None:
         """Return an engine that may be used for this fit, if there is one. Others are dropped."""
         while self._idle:
             try:
@@ -79,7 +81,7 @@ class Ready:
                 return ready
         return None
 
-    def give(self, ready: ReadyHead) -> None:
+    def give(self, ready: ReadyEngine) -> None:
         """Keep an engine for the next call, unless the run has left something in its replica."""
         if len(self._idle) < _IDLE and ready.kept.is_clean():
             self._idle.append(ready)

@@ -21,11 +21,11 @@ LONG = 512  # longer containers without modules are shared, not copied (vocabula
 _MOST = 5_000  # most objects inspected for one replica: a network may hold a whole trainer, or its data
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is written in Python
 
-_ATOMS: Final = frozenset(
+ATOMS: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type, range, slice, property, BuiltinFunctionType, ModuleType,
      torch.Size, torch.dtype, torch.device, torch.Generator}
 )  # fmt: skip
-_FLAT: Final = _ATOMS | {Tensor}
+_FLAT: Final = ATOMS | {Tensor}
 _FROZEN: Final = (tuple, frozenset)
 _MAPPINGS: Final = (OrderedDict, defaultdict, dict)  # subclasses of dict first
 _CONTAINERS: Final = (*_MAPPINGS, list, set, deque, *_FROZEN)
@@ -76,7 +76,7 @@ class Copies:
     def of(self, value: Any) -> Any:
         """Return the value with every module in it replaced by its copy."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         found = self._memo.get(id(value))
         if found is not None:
@@ -88,7 +88,8 @@ class Copies:
         if kind in (dict, OrderedDict) and len(value) <= LONG:
             mapping = self.put(value, kind())
             for key, item in tuple(value.items()):
-                mapping[key if type(key) is str else self.of(key)] = self.of(item)
+                key = key if type(key) is str else self.of(key)
+                mapping[key] = item if type(item) in ATOMS else self.of(item)
             return mapping
         if kind in weakref.ProxyTypes:
             return weakref.proxy(self._held(_target(value))) if self._leads(value) else value
@@ -172,7 +173,7 @@ class Copies:
         stack = [value]
         while stack:
             one = stack.pop()
-            if type(one) in _ATOMS or id(one) in seen or id(one) in self._dead_ends:
+            if type(one) in ATOMS or id(one) in seen or id(one) in self._dead_ends:
                 continue
             if id(one) in memo or isinstance(one, nn.Module):
                 return True
@@ -214,7 +215,7 @@ def _entries(value: Any) -> Iterable[Any]:
     if isinstance(value, defaultdict):
         return (value.default_factory, *value.keys(), *value.values())
     entries = (*value.keys(), *value.values()) if isinstance(value, dict) else tuple(value)
-    return () if len(entries) > LONG and set(map(type, entries)) <= _ATOMS else entries
+    return () if len(entries) > LONG and set(map(type, entries)) <= ATOMS else entries
 
 
 def _attributes(value: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ replica itself (a counter, a cache, the last activations). Then it is not used a
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from types import CellType, FunctionType
 from typing import Any, Final
@@ -67,11 +67,12 @@ class KeptReplica:
         return self._own is not None and self._own.are_same()
 
 
-def replicate_to_keep(model: nn.Module) -> KeptReplica | None:
-    """Return a replica that can be kept. None if it cannot be told whether it is still right.
+def replicate_to_keep(model: nn.Module, tracked: Collection[str] = ()) -> KeptReplica | None:
+    """Return a replica that can be kept, in which the `tracked` parameters require grad.
 
-    That is so for networks that write to their own tensors, whose replica starts from the network's values each time,
-    for tensors that are not dense or were made in inference mode, and for scripted modules.
+    Returns None if it could not be told later whether it is still right. That is so for networks that write to their
+    own tensors, whose replica starts from the network's values each time, for tensors that are not dense or were made
+    in inference mode, and for scripted modules.
     """
     model = unwrap(model)
     if known_writes.get(model) != frozenset():
@@ -79,7 +80,7 @@ def replicate_to_keep(model: nn.Module) -> KeptReplica | None:
     tensors = (*model.parameters(), *model.buffers())
     if any(t.is_inference() or t.layout is not torch.strided for t in tensors):
         return None
-    replica, copies = replica_and_copies(model)
+    replica, copies = replica_and_copies(model, tracked)
     if not copies.complete or any(isinstance(module, ScriptModule) for module in replica.modules()):
         return None
     return KeptReplica(model, replica, copies)

@@ -22,7 +22,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from laplace.errors import ModelError
-from laplace.network.copying import Copies
+from laplace.network.copying import ATOMS, Copies
 
 UNWATCHED = "_laplace_unwatched"  # on a replica whose first run must be watched: the original network
 _ELSEWHERE = "_laplace_elsewhere"  # on modules of a replica that keep a parameter in other places than its attribute
@@ -121,9 +121,9 @@ def _copy_module(module: nn.Module, copies: Copies) -> nn.Module:
             raise ModelError("a scripted module is in training mode, and we must not change it: call model.eval().")
         return module
     clone = copies.put(module, module.__class__.__new__(module.__class__))
-    own, elsewhere = clone.__dict__, copies.elsewhere
+    own, elsewhere, of = clone.__dict__, copies.elsewhere, copies.of
     for key, item in tuple(module.__dict__.items()):
-        own[key] = copies.own(item) if key == "_parameters" else copies.of(item)
+        own[key] = item if type(item) in ATOMS else copies.own(item) if key == "_parameters" else of(item)
     if isinstance(module, nn.RNNBase):  # its list of weights follows its attributes
         copies.elsewhere = elsewhere
     own["training"] = False
