@@ -59,6 +59,7 @@ class CurvatureInterface:
     """
 
     _kind: ClassVar[str | None] = None
+    asked_for: str | None
 
     def __init__(
         self,
@@ -391,7 +392,7 @@ def backend_of(la: Any) -> CurvatureInterface:
         name = getattr(la.runner.spec.weights, "name", None)
         model = FeatureExtractor(model, name, la.enable_backprop, la.feature_reduction)
     stochastic = la.curvature == "mc"
-    return made(
+    backend = made(
         model,
         la.likelihood,
         last_layer=last_layer,
@@ -400,6 +401,8 @@ def backend_of(la: Any) -> CurvatureInterface:
         dict_key_y=la.dict_key_y,
         stochastic=stochastic,
     )
+    backend.asked_for = la.backend_name  # so that `Laplace(..., backend=la.backend)` asks for the same
+    return backend
 
 
 def register() -> None:
