@@ -69,6 +69,11 @@ class Inputs:
     pairs: bool = False  # whether tensors hold pairs, (B, 2, ...), and the output is their difference
     shared: frozenset[int] | None = None  # indices of tensors that all examples share; None if unknown
 
+    @classmethod
+    def of(cls, x: Any, kwargs: Mapping[str, Any], keys: Keys, pairs: bool = False) -> Inputs:
+        """Return the inputs of a call. A single tensor is known to belong to the examples."""
+        return cls(x, kwargs, keys, pairs, frozenset() if isinstance(x, Tensor) and not kwargs else None)
+
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """Return the inputs with f applied to every tensor, keyword arguments included."""
         x = map_tensors(self.x, f)  # x first, as in `tensors`
@@ -292,8 +297,7 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
         if not isinstance(value, Tensor):
             came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
             raise InputError(f"the {what} of batch {index} {came}; a tensor is needed: torch.as_tensor(...).")
-    alone = frozenset() if isinstance(x, Tensor) else None  # one tensor belongs to its examples
-    inputs = Inputs(x, keys=keys, pairs=keys.pairs, shared=alone)
+    inputs = Inputs.of(x, {}, keys, keys.pairs)
     if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys, model)):
         raise InputError(
             f"batch {index} has {described(x, {})} for {len(y)} labels; preferences are between the two inputs of "
@@ -388,7 +392,7 @@ def prediction_batches(
     """
     x = dataloader_of(x, "predict")
     if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x) or is_graph(x):
-        yield "", Inputs(x, kwargs, keys)
+        yield "", Inputs.of(x, kwargs, keys)
         return
     if not isinstance(x, Iterable):
         raise InputError(
