@@ -89,7 +89,7 @@ def call(
             "joint=True is for regression with pred_type='glm'. Otherwise write functional_samples(x)."
         )
     chosen = _chosen(source, outputs, bool(link) or sampled)
-    inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
+    inputs, shape = Inputs.of(x, model_kwargs, frame.keys), Reshaper()
     with torch.set_grad_enabled(frame.enable_backprop):
         if sampled:
             parts = scaled_outputs(source, inputs, Functions(draws, exact=True))
@@ -412,6 +412,8 @@ def _require_own_mean(p: Any, n: int, name: str) -> None:
 
 def _chosen(source: Source, outputs: Any, refused: bool) -> Tensor | None:
     """Return the indices of the wanted outputs. None means all."""
+    if outputs is None and refused:
+        return None
     n_outputs = source.n_outputs
     located = range(n_outputs)[source.likelihood.response.location_outputs(n_outputs)]
     n = len(located)
