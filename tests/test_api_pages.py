@@ -33,6 +33,7 @@ ROOMS = (
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

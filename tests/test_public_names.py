@@ -39,6 +39,7 @@ ROOMS = {
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",
