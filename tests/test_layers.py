@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("posterior",),
     ("spec",),
     ("inference",),
-    ("decisions", "serving"),
+    ("decisions", "rivals", "serving"),
     ("evaluation",),
     ("tuning",),
     ("checkpoints",),

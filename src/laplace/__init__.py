@@ -17,6 +17,7 @@ from laplace import evaluation as evaluation
 from laplace import layers as layers
 from laplace import likelihoods as likelihoods
 from laplace import priors as priors
+from laplace import rivals as rivals
 from laplace import structures as structures
 from laplace import tuning as tuning
 from laplace import utils as utils
@@ -88,6 +89,7 @@ _ROOMS = (
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",
