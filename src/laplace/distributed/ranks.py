@@ -65,7 +65,8 @@ class Ranks(Reduce):
                 raise KeyboardInterrupt
             value = work()
         except BaseException as error:
-            self._fail(error)
+            if not self._over:
+                self._fail(error)
             raise
         reports = self._gather(_Report(value))
         self._raise_errors(reports)
@@ -109,7 +110,7 @@ class Ranks(Reduce):
         first = min(failed)
         more = f" ({len(failed)} of {self.size} ranks failed.)" if len(failed) > 1 else ""
         raise RankError(
-            f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first]}{more} The posterior is as it "
+            f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}.{more} The posterior is as it "
             "was before the call, on every rank."
         )
 

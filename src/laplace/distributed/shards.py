@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
 from laplace.distributed.reduce import Reduce
 from laplace.distributed.sampler import ShardSampler
@@ -84,7 +84,15 @@ def shard_of(loader: Iterable[Any], ranks: Reduce) -> Shard:
     if getattr(batches, "num_processes", 1) > 1 and hasattr(batches, "process_index"):
         _require_rank(batches, batches.process_index, batches.num_processes, ranks)
         return _dealt_out(loader, ranks, "accelerate")
+    if isinstance(dataset, Subset) and isinstance(sampler, SequentialSampler):
+        return Shard(loader, None, _within(dataset))
     return Shard(loader)
+
+
+def _within(subset: Subset[Any]) -> Tensor:
+    """Return the places of a subset's examples in the data set that it was taken from."""
+    places = torch.as_tensor(list(subset.indices), dtype=torch.long)
+    return _within(subset.dataset)[places] if isinstance(subset.dataset, Subset) else places
 
 
 def reads_all_of(loader: Any) -> Any:

@@ -42,6 +42,8 @@ _STATE = (
     "_together",
     "_counting",
     "_readings",
+    "_runs",
+    "_seed",
 )
 UNKNOWN = -1  # how many examples an earlier run gave, if another rank remembers its totals
 _HELD = 2**23  # how many numbers to collect before their moments are computed
@@ -111,8 +113,10 @@ class Accumulator:
         self._n_before = 0
         self._forms: list[tuple[str, tuple[int, ...]]] = []
         self._restarts = self._readings = 0  # complete readings of the data before this one
+        self._runs = 0  # how many of them are in the sums before this run
         self._state = None if generator is None else generator.get_state()
         self._seed = self._drawn_seed()
+        self._resumed = False
         self._first: Inputs | None = None  # a few examples that all ranks have
         self._marks: list[float] = []  # the sum of each batch's inputs and labels: the same data has the same
         self.n_all = 0  # examples on all ranks
@@ -123,6 +127,8 @@ class Accumulator:
     def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         """Run over all batches, and over those of `again` as often as the structure asks for."""
         self._resume()
+        if self.progress is not None and self.reduce.size > 1:
+            self._catch_up()
         for _ in range(
             self._readings if again is not None else 0
         ):  # so that a shuffled loader is in the same state again
@@ -199,7 +205,7 @@ class Accumulator:
 
     def _forget(self) -> None:
         """Start the fit again: nothing was added yet."""
-        self.pass_, self._before, self._n_before = self.structure, {}, 0
+        self.pass_, self._before, self._n_before, self._runs = self.structure, {}, 0, 0
         self._start_run()
 
     def _start_run(self) -> None:
@@ -212,6 +218,7 @@ class Accumulator:
     def _rewind(self, further: Pass) -> None:
         """Read the same data again, for the sums of another run."""
         self.pass_, self._before, self._n_before = further, self.totals, self.n_data
+        self._runs += 1
         self._start_run()
 
     def _drawn_seed(self) -> int:
@@ -372,12 +379,34 @@ class Accumulator:
             setattr(self, key, state[key])
         if self.generator is not None:
             self._state = state["generators"]["at first"].cpu()
-            self.generator.set_state(self._state)
-            self._seed = self._drawn_seed()
+            self.generator.set_state(state["generators"]["now"].cpu())
+        self._resumed = True
         if self._before:
-            further = self.structure.further(self._before, self.layout, self._like.dtype)
-            assert further is not None
-            self.totals, self.pass_ = self._before, further
+            self._go_on_after(self._before)
+
+    def _go_on_after(self, before: Sums) -> None:
+        """Continue with the run that follows these totals."""
+        further = self.structure.further(before, self.layout, self._like.dtype)
+        assert further is not None
+        self._before = self.totals = before
+        self.pass_ = further
+
+    def _catch_up(self) -> None:
+        """After an interruption, bring all ranks to the same run over the data.
+
+        A rank may have stopped just before it wrote its first file of a run that another rank was already in. The
+        totals before that run are the same on all ranks: it takes them over, and reads its data from the start.
+        """
+        where = self.reduce.agree(lambda: (self._runs, self._readings, self._seed if self._resumed else None))
+        self._seed = next((seed for *_, seed in where if seed is not None), self._seed)
+        source, (runs, readings, _) = max(enumerate(where), key=lambda pair: pair[1][0])
+        if not any(here < runs for here, *_ in where):
+            return
+        before = self.reduce.share(source, self._before if self.reduce.rank == source else {})
+        if self._runs < runs:
+            self._start_run()
+            self._runs, self._readings, self._n_before = runs, readings, UNKNOWN
+            self._go_on_after({key: value.to(self._like.device) for key, value in before.items()})
 
     def fit(self, mean: Tensor) -> Fit:
         """Return the `Fit` of everything that was added, at the weights `mean`."""
