@@ -144,6 +144,10 @@ class Network:
         self.plan = make_plan(self.replica, self.weights.layout.whole, inputs, learned)
         return self.plan
 
+    def relearn(self, inputs: Inputs, learned: Learned) -> None:
+        """Make the plan again from more facts, which other processes have found."""
+        self._make_plan(inputs.normal_tensors(), learned)
+
     def readable(self, inputs: Inputs, plan: Plan) -> Inputs:
         """Return the inputs, cloned if the network writes to them, because they are read again."""
         return inputs.map(torch.clone) if plan.learned.writes else inputs
