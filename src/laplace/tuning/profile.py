@@ -6,7 +6,9 @@ hyperprior adds its negative logarithm, divided by the number of examples:
     [ log(1 + (log T / 0.3)^2) + min(d^2, 3^2) / 2 ] / N,    d = log10(prior precision / that of the evidence)
 
 so 200 examples are held back by it, and 20,000 do not feel it. Its tails are heavy: a network that is far too sure, and
-needs T = 3, is not held back by much.
+needs T = 3, is not held back by much. A posterior whose noise is below the residuals r of the data that the network was
+fitted to gets (log(r / sigma) / 0.1)^2 / 2 in the place of the first term: noise is rarely smaller on new data, but a
+few examples whose wide posterior happens to explain their errors ask for that.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ CAP: Final = 0.005  # nats per example that the wider posterior may cost against
 NEGLIGIBLE: Final = 0.001  # nats per example: so much counts as equally good, however small the standard error is
 _TEMPERATURES = math.log(20)  # of the search, on each side of 1
 _WIDTH, _DECADES = 0.3, 3.0  # of the hyperprior: width of log T; decades beyond which it is flat
+_BELOW = 0.1  # its width of log sigma below the residuals in training
 _HOPELESS = 0.25  # nats per output above the best, where the search of a scale ends
 _NO_MORE = 1e-4  # nats between the narrowest posterior of the grid and the network, or between its last two steps
 _MOST_ADDED = 24  # half decades added to the grid on one side
@@ -59,7 +62,7 @@ class Profile:
     """Searches the scale of each factor, and extends the grid of factors where its ends are not the end."""
 
     def __init__(self, held_out: HeldOut, ood_weight: float, start: float, centre: float | None) -> None:
-        self.held_out, self.ood_weight, self.centre = held_out, ood_weight, centre
+        self.held_out, self.ood_weight, self.start, self.centre = held_out, ood_weight, start, centre
         self.lines: dict[float, Line] = {}
         self._line = _lines(held_out.scale, start)
         self._objectives: dict[Setting, float] = {}
@@ -111,8 +114,11 @@ class Profile:
         factor, scale = setting
         if self.centre is None:
             return 0.0
-        softmax = self.held_out.scale == "softmax_temperature"
-        value = math.log1p((math.log(scale) / _WIDTH) ** 2) if softmax else 0.0
+        value = 0.0
+        if self.held_out.scale == "softmax_temperature":
+            value = math.log1p((math.log(scale) / _WIDTH) ** 2)
+        elif self.held_out.scale == "sigma_noise" and factor < NETWORK:
+            value = 0.5 * (max(0.0, math.log(self.start / scale)) / _BELOW) ** 2
         distance = math.log10(factor * self.held_out.rescaling(scale) / self.centre) if factor < NETWORK else _DECADES
         return (value + 0.5 * min(distance**2, _DECADES**2)) / count(self.held_out.weights, self.held_out.targets)
 
