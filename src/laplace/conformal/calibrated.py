@@ -17,9 +17,9 @@ from torch import Tensor
 from laplace.checkpoints import container
 from laplace.checks import flag, flag_or_none, generator_or_none, path_of
 from laplace.conformal.coverage import CoverageTest, cells_of
-from laplace.conformal.examples import labelled, rows_of, shaped_like, targets_of
+from laplace.conformal.examples import candidates, labelled, rows_of, shaped_like, targets_of
 from laplace.conformal.fingerprint import Fingerprint
-from laplace.conformal.quantiles import checked_level, least_examples, threshold
+from laplace.conformal.quantiles import checked_level, threshold
 from laplace.conformal.rules import IntervalRule, SetRule, options_of_rule, rule_of
 from laplace.errors import CheckpointError, InputError, OptionError, StaleWarning, UnsupportedError, warn
 from laplace.inference.predict import predict
@@ -41,6 +41,12 @@ class Conformal:
         class_conditional: Whether each class has a threshold of its own.
         source: What predicts; None if predictions are given.
         options: What `predict` is called with.
+
+    Args:
+        kept: What is kept of the calibration examples: (n, G, K) for numbers, the scores (n, G) for classes.
+        labels: Their true classes, (n, G), if each class has a threshold of its own.
+        n_classes: How many classes there are; 0 for numbers.
+        fingerprint: Of the source that was calibrated, from a file.
     """
 
     def __init__(
@@ -156,6 +162,7 @@ class Conformal:
             found = found | (top & ~found.any(-1, keepdim=True))
         return found.squeeze(1) if self.kind == "classes" else found
 
+    @torch.no_grad()
     def coverage_test(
         self,
         test_loader: Any,
@@ -265,23 +272,6 @@ class Conformal:
         by_class = ", class_conditional=True" if self.class_conditional else ""
         return f"Conformal({self.method!r}, level={self.level:g}, {self.n_calibration} calibration examples{by_class})"
 
-    def warn_if_infinite(self) -> None:
-        """Warn if the object's own level has too few calibration examples for a finite threshold."""
-        infinite = self.threshold().isinf()
-        if not infinite.any():
-            return
-        least, what = least_examples(self.level), "everything"
-        if self.class_conditional:
-            classes = sorted(set(infinite.nonzero()[:, -1].tolist()))
-            shown = ", ".join(map(str, classes[:8])) + (", ..." if len(classes) > 8 else "")
-            what = f"class{'es' if len(classes) > 1 else ''} {shown}"
-        warn(
-            f"level={self.level:g} needs at least {least} calibration examples"
-            f"{' of each class' if self.class_conditional else f', there are {self.n_calibration}'}: every set holds "
-            f"{what}{' from minus to plus infinity' if isinstance(self.rule, IntervalRule) else ''}. Give more "
-            f"examples, or a lower level."
-        )
-
     # ---- inside ---------------------------------------------------------------------------------------------------
 
     def _ends(self, rows: Prediction, level: float) -> tuple[Tensor, Tensor]:  # (N, G) each
@@ -297,7 +287,7 @@ class Conformal:
     def _members(self, p: Tensor, level: float, generator: torch.Generator | None) -> Tensor:  # (N, G, K)
         assert isinstance(self.rule, SetRule)
         q = self.threshold(level).to(p.device)
-        scores = self.rule.scores(p, uniform(self.rule, p, generator))
+        scores = self.rule.scores(p, self.rule.random(p, generator))
         return scores <= (q if self.class_conditional else q.unsqueeze(-1))
 
     def _level(self, level: float | None) -> float:
@@ -348,17 +338,3 @@ class Conformal:
                 "nothing is guaranteed. Call la.conformal(cal_loader) again.",
                 StaleWarning,
             )
-
-
-def candidates(rows: Prediction) -> Tensor:  # (N, G, K)
-    """Return the probabilities among which sets choose: (N, 1, C) of classes, (N, C, 2) of labels 0 and 1."""
-    p = rows.mean.detach().double()
-    return p.unsqueeze(1) if rows.kind == "classes" else torch.stack([1 - p, p], -1)
-
-
-def uniform(rule: SetRule, p: Tensor, generator: torch.Generator | None) -> Tensor | None:  # (N, G)
-    """Return the random numbers of a rule that has some."""
-    if not rule.randomized:
-        return None
-    device = p.device if generator is None else generator.device
-    return torch.rand(p.shape[:2], generator=generator, dtype=p.dtype, device=device).to(p.device)

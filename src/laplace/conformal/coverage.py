@@ -80,7 +80,7 @@ class CoverageTest:
 
     def __str__(self) -> str:
         low, high = self.cells[0].expected
-        usual = f", usual is {low:.3f} to {high:.3f}" if len(self.cells) == 1 else f" in {len(self.cells)} cells"
+        usual = f", expected {low:.3f} to {high:.3f}" if len(self.cells) == 1 else f" in {len(self.cells)} cells"
         verdict = "holds" if self.holds else "does not hold: these examples are not like the calibration examples"
         return (
             f"coverage {self.coverage:.3f} of {self.n} at level {self.level:g}{usual}; p-value {self.p_value:.2g}: "

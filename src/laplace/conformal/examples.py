@@ -108,3 +108,9 @@ def targets_of(rows: Prediction, y: Any) -> Tensor:  # (N, G)
     if not ((y == 0) | (y == 1)).all():
         raise InputError(f"labels must be 0 or 1, got {y.min().item():g}..{y.max().item():g}.")
     return y.long()
+
+
+def candidates(rows: Prediction) -> Tensor:  # (N, G, K)
+    """Return the probabilities among which sets choose: (N, 1, C) of classes, (N, C, 2) of labels 0 and 1."""
+    p = rows.mean.detach().double()
+    return p.unsqueeze(1) if rows.kind == "classes" else torch.stack([1 - p, p], -1)

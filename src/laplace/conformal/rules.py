@@ -96,6 +96,13 @@ class SetRule(ABC):
     def scores(self, p: Tensor, u: Tensor | None) -> Tensor:  # (N, G, K), (N, G) -> (N, G, K)
         """Return the score that each class would have if it were the true one. u is uniform, or None."""
 
+    def random(self, p: Tensor, generator: torch.Generator | None) -> Tensor | None:  # (N, G)
+        """Return a random number for each row of p, or None for a rule that draws none."""
+        if not self.randomized:
+            return None
+        device = p.device if generator is None else generator.device
+        return torch.rand(p.shape[:2], generator=generator, dtype=p.dtype, device=device).to(p.device)
+
 
 @dataclass(frozen=True)
 class Threshold(SetRule):
