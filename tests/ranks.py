@@ -24,8 +24,12 @@ class Pool:
     """Keeps `size` processes in one group. They run functions of test files, each rank with the same arguments."""
 
     def __init__(self, size: int) -> None:
-        self.size, context = size, multiprocessing.get_context("spawn")
-        self.folder = tempfile.TemporaryDirectory()
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        size, context = self.size, multiprocessing.get_context("spawn")
+        self.closed, self.folder = False, tempfile.TemporaryDirectory()
         self.calls = [context.Queue() for _ in range(size)]
         self.results = context.Queue()
         self.processes = [
@@ -37,6 +41,8 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS, lost: Sequence[int] = ()) -> list[Any]:
         """Call function(*args) on every rank, and return what each returned. Ranks that are `lost` do not answer."""
+        if self.closed:  # after a check that failed
+            self._start()
         for calls in self.calls:
             calls.put((function.__code__.co_filename, function.__name__, args))
         found: dict[int, Any] = {}
@@ -55,6 +61,7 @@ class Pool:
 
     def close(self) -> None:
         """End the processes."""
+        self.closed = True
         for process in self.processes:
             if process.is_alive():
                 process.kill()

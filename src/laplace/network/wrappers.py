@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laplace.errors import UnsupportedError
+from laplace.network.sharded import gathered, is_sharded
 
 _COMPILED = "_orig_mod"
 
@@ -18,10 +19,11 @@ _COMPILED = "_orig_mod"
 def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
     """Return the network inside of its wrappers, and the name of the class that spreads it over processes, if one does.
 
-    A compiled network stays as it is, unless there is such a wrapper inside.
+    A compiled network stays as it is, unless there is such a wrapper inside. A network that `fully_shard` has sharded
+    is gathered: see `sharded.py`.
 
     Raises:
-        UnsupportedError: the network is sharded by FullyShardedDataParallel, whose parameters are flat pieces.
+        UnsupportedError: the network is tensor-parallel, or in FullyShardedDataParallel.
     """
     inner, by = model, None
     while True:
@@ -37,6 +39,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
             inner, by = inner.module, by or "Lightning Fabric's module"  # type: ignore[assignment]
         elif isinstance(compiled := inner._modules.get(_COMPILED), nn.Module) and _is_spread(compiled):
             inner = compiled
+        elif is_sharded(inner):
+            return gathered(inner), "fully_shard"
         else:
             return (model, None) if by is None else (inner, by)
 
