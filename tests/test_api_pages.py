@@ -34,6 +34,7 @@ ROOMS = (
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

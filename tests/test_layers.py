@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "laplace"
 LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do not import each other
     ("errors", "_version"),
     ("checks", "budget"),
+    ("distributed",),
     ("linalg",),
     ("predictive",),
     ("likelihoods",),
@@ -29,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("posterior",),
     ("spec",),
     ("inference",),
-    ("decisions", "serving"),
+    ("decisions", "rivals", "serving"),
     ("evaluation",),
     ("tuning",),
     ("checkpoints",),

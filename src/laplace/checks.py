@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import os
 from collections.abc import Iterable, Mapping
@@ -167,3 +168,8 @@ def real(value: Tensor | float, what: str) -> Tensor:
     if not tensor.isfinite().all():
         raise OptionError(f"{what} holds NaN or infinite values.")
     return tensor
+
+
+def all_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite. One sum tells, unless it overflows itself."""
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
