@@ -32,6 +32,7 @@ CONCEPTS = {
 }
 ROOMS = {
     "compat",
+    "conformal",
     "curvature",
     "decisions",
     "errors",
@@ -39,6 +40,7 @@ ROOMS = {
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

@@ -9,6 +9,7 @@ except its `Likelihood`, which is `laplace.compat.enums.Likelihood`.
 """
 
 from laplace import compat as compat
+from laplace import conformal as conformal
 from laplace import curvature as curvature
 from laplace import decisions as decisions
 from laplace import errors as errors
@@ -16,6 +17,7 @@ from laplace import evaluation as evaluation
 from laplace import layers as layers
 from laplace import likelihoods as likelihoods
 from laplace import priors as priors
+from laplace import rivals as rivals
 from laplace import structures as structures
 from laplace import tuning as tuning
 from laplace import utils as utils
@@ -79,6 +81,7 @@ __all__ = [
 ]
 _ROOMS = (
     "compat",
+    "conformal",
     "curvature",
     "decisions",
     "errors",
@@ -86,6 +89,7 @@ _ROOMS = (
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

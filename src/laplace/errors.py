@@ -22,6 +22,7 @@ __all__ = [
     "NumericalError",
     "OptionError",
     "ProcessesWarning",
+    "RankError",
     "StaleWarning",
     "UnknownNameError",
     "UnsupportedError",
@@ -84,6 +85,10 @@ class NumericalError(LaplaceError, ArithmeticError):
 
 class MemoryBudgetError(LaplaceError, MemoryError):
     """A result would not fit into memory. The message says how many bytes it needs, and what would fit."""
+
+
+class RankError(LaplaceError, RuntimeError):
+    """Another process of the group has failed, or cannot be reached. The message names its rank and its error."""
 
 
 class LaplaceWarning(UserWarning):

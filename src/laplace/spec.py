@@ -314,10 +314,12 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        strange = call.check(args, kwargs)
+        strange = call.strange(kwargs) if kwargs else []
         try:
             return function(*args, **kwargs)
         except (ModelError, TypeError) as error:
+            if isinstance(error, TypeError):
+                call.check(args, kwargs)
             for name in strange:
                 if f"unexpected keyword argument {name!r}" in str(error):
                     raise call.refused(name, ", and the network takes no such keyword") from error
@@ -359,16 +361,20 @@ class _Call:
         if parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
             self.owner = f"Laplace.{self.owner}" if self.owner != "call" else "Laplace.__call__"
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-        """Refuse a call with wrong arguments. Return the keywords that go to the network."""
-        strange = [name for name in kwargs if name not in self.known]
-        if strange and not self.passed_on:
-            raise self.refused(strange[0])
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call with wrong arguments."""
+        self.strange(kwargs)
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             write = f"Write {self.owner}({', '.join(self.needed)}); see help({self.owner})."
             raise ArgumentError(f"{self.owner}: {error}. {write}") from None
+
+    def strange(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """Return the keywords that go to the network. Refuse others that are not known."""
+        strange = [name for name in kwargs if name not in self.known]
+        if strange and not self.passed_on:
+            raise self.refused(strange[0])
         return strange
 
     def refused(self, name: str, where: str = "") -> ArgumentError:

@@ -46,7 +46,8 @@ def test_every_point_is_as_likely_as_any_other():
     for seed in range(300):
         subset = Subset(3, seed)
         for part in x.split(4):
-            subset.see(Inputs(part), OutputCurvature(diagonal=torch.ones_like(part)), len(part))
+            places = part.flatten().long()
+            subset.see(Inputs(part), OutputCurvature(diagonal=torch.ones_like(part)), places)
         points = subset.points(10, 3, lambda curvature, repeats: repeats * curvature.root())
         index = torch.cat([part.inputs.x for part in points.parts]).flatten().long()
         assert len(set(index.tolist())) == len(points) == 3

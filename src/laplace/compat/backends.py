@@ -56,6 +56,9 @@ class CurvatureInterface:
         dict_key_y: of inputs that are mappings, the key of the labels.
         stochastic: of GGN, whether to draw labels from the model.
         num_samples: how many, for each example.
+
+    Attributes:
+        asked_for: of `la.backend`, the name of the backend that was asked for there, or None.
     """
 
     _kind: ClassVar[str | None] = None

@@ -9,6 +9,7 @@ its properties. Setting a value never changes one that somebody else holds: the 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -104,14 +105,14 @@ def posterior(la: Holder) -> Posterior:
     values = la.values
     if values.fit is None:
         raise NotFittedError("this posterior has seen no data. Call la.fit(train_loader) first.")
-    new, cache = Posterior(values.fit, values.prior, values.sigma, values.temperature), values.cache
-    if new.needs_grad and torch.is_grad_enabled():
-        return new  # its graph belongs to the caller
-    made_of = (new.fit, new.prior, new.sigma, new.temperature)
-    versions = tuple(t._version for t in (*new.prior.tensors, new.sigma))
-    same = cache.versions == versions and all(a is b for a, b in zip(cache.made_of, made_of, strict=False))
+    cache, made_of = values.cache, (values.fit, values.prior, values.sigma, values.temperature)
+    tensors = (*values.prior.tensors, values.sigma)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return Posterior(*made_of)  # its graph belongs to the caller
+    versions = tuple(t._version for t in tensors)
+    same = cache.versions == versions and all(map(operator.is_, cache.made_of, made_of))
     if cache.posterior is None or not same:
-        cache.made_of, cache.versions, cache.posterior = made_of, versions, new.detached()
+        cache.made_of, cache.versions, cache.posterior = made_of, versions, Posterior(*made_of).detached()
         _notice_clipped(la.runner, cache.posterior)
     return cache.posterior
 

@@ -64,9 +64,8 @@ def training_data(
             raise OptionError("la.fit got labels twice, as second argument and as y=; give them once.")
         if not inputs:
             raise OptionError(
-                f"override={shown(override)}; it is True or False. In la.fit(x, y) the second argument is the labels "
-                f"of all data, and the first their inputs, but a {type(loader).__name__} came: a loader has its own "
-                "labels."
+                f"override={shown(override)}; it is True or False. A {type(loader).__name__} has its own labels; write "
+                "la.fit(x, y) if these are the labels of all data, with all inputs before them."
             )
         y, override = override, True
     if y is None:
