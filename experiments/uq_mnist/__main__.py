@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from benchmarks.harm.networks import Network, features, lenet
@@ -125,10 +126,20 @@ def _by_draws(
     swag = SWAG(network, "classification", rank=min(10, sizes.draws), n_samples=sizes.draws)
     swag.run(Shuffled(sets.train, len(sets.train[0]) // 4, seed), n_iterates=10, lr=0.01)
     yield Method("SWAG", swag.draw()), sets
-    drawn = cache.get(f"vb_{seed}", lambda: packed(*variational(network, sets.train, epochs, seed, sizes.draws)))
-    yield Method("VB", Ensemble(unpacked(drawn)[0], "classification")), sets
-    sampled = cache.get(f"csghmc_{seed}", lambda: packed(*cyclical(sets.train, epochs, seed)))
-    yield Method("CSGHMC", Ensemble(unpacked(sampled)[0], "classification")), sets
+    if _there("bayesian_torch", "VB", "pip install --no-deps bayesian-torch"):
+        drawn = cache.get(f"vb_{seed}", lambda: packed(*variational(network, sets.train, epochs, seed, sizes.draws)))
+        yield Method("VB", Ensemble(unpacked(drawn)[0], "classification")), sets
+    if _there("posteriors", "CSGHMC", "pip install posteriors"):
+        sampled = cache.get(f"csghmc_{seed}", lambda: packed(*cyclical(sets.train, epochs, seed)))
+        yield Method("CSGHMC", Ensemble(unpacked(sampled)[0], "classification")), sets
+
+
+def _there(library: str, method: str, install: str) -> bool:
+    """Whether a library is installed; says what is left out if not."""
+    if find_spec(library) is not None:
+        return True
+    print(f"{method} is left out, because {library} is not installed: {install}", flush=True)
+    return False
 
 
 def _row(method: Method, sets: Sets) -> dict:
