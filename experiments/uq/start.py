@@ -32,8 +32,8 @@ class Study:
     epochs: int
 
 
-def started(name: str, about: str, arguments: Sequence[str] | None = None) -> Study:
-    """Read the flags. A missing data folder ends the program with what to write."""
+def started(name: str, about: str, arguments: Sequence[str] | None = None, needs_data: bool = True) -> Study:
+    """Read the flags. A missing data folder ends the program with what to write, if the study needs data."""
     parser = argparse.ArgumentParser(f"python -m experiments.{name}", description=about)
     parser.add_argument("--data", help=f"the folder with the data sets; {VARIABLE} if left out")
     parser.add_argument("--quick", action="store_true", help="a few examples, to see that everything runs")
@@ -43,7 +43,7 @@ def started(name: str, about: str, arguments: Sequence[str] | None = None) -> St
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON and the figure go")
     given = parser.parse_args(arguments)
     data = given.data or os.environ.get(VARIABLE)
-    if not data or not Path(data).is_dir():
+    if needs_data and (not data or not Path(data).is_dir()):
         came = f"There is no folder {data}." if data else "This study needs real data."
         where = f"Say where it is with --data FOLDER or {VARIABLE}=FOLDER"
         sys.exit(f"{came} {where}; experiments/{name}/__main__.py lists the files.")
@@ -53,7 +53,7 @@ def started(name: str, about: str, arguments: Sequence[str] | None = None) -> St
     given.results.mkdir(parents=True, exist_ok=True)
     return Study(
         name,
-        Folder(Path(data)),
+        Folder(Path(data or ".")),
         Cache(cache / f"{name}{quick}"),
         given.results / f"{name.replace('_', '-')}{quick}.json",
         given.seeds,

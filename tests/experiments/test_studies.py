@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import save_file
-
 from benchmarks.harm.networks import ResNet
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 
