@@ -32,6 +32,7 @@ CONCEPTS = {
 }
 ROOMS = {
     "compat",
+    "conformal",
     "curvature",
     "decisions",
     "errors",

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
-from laplace.evaluation import metrics, plots
+from laplace import evaluation as metrics
+from laplace.evaluation import plots
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -126,7 +127,7 @@ def _compared(digits: Digits, settings: Settings) -> tuple[dict[str, Scored], tu
     found = {}
     for name, t in zip(METHODS, (1.0, best), strict=False):
         p, sure = (test / t).softmax(-1), {kind: (f / t).softmax(-1).amax(-1) for kind, f in unknown.items()}
-        found[name] = Scored(p, digits.y_test, {k: metrics.auroc(p.amax(-1), q) for k, q in sure.items()}, {})
+        found[name] = Scored(p, digits.y_test, {k: metrics.auroc(-p.amax(-1), -q) for k, q in sure.items()}, {})
     start = time.perf_counter()
     la = Laplace(model, "classification").fit(loader)
     la.tune()
@@ -141,8 +142,8 @@ def _compared(digits: Digits, settings: Settings) -> tuple[dict[str, Scored], tu
 def _scored(la: Laplace, digits: Digits) -> Scored:
     inside, outside = la.predict(digits.x_test), {kind: la.predict(x) for kind, x in digits.unknown.items()}
     sure, doubt = inside.mean.amax(-1), inside.epistemic
-    by_confidence = {kind: metrics.auroc(sure, found.mean.amax(-1)) for kind, found in outside.items()}
-    by_epistemic = {kind: metrics.auroc(-doubt, -found.epistemic) for kind, found in outside.items()}
+    by_confidence = {kind: metrics.auroc(-sure, -found.mean.amax(-1)) for kind, found in outside.items()}
+    by_epistemic = {kind: metrics.auroc(doubt, found.epistemic) for kind, found in outside.items()}
     return Scored(inside.mean, digits.y_test, by_confidence, by_epistemic)
 
 
@@ -204,9 +205,9 @@ def _compare_intervals(model: nn.Module, la: Laplace, x: Tensor) -> str:
     y = _observe(x)
     with torch.no_grad():
         mean = model(x)
-    alone = metrics.coverage(mean - 1.96 * SIGMA, mean + 1.96 * SIGMA, y)
+    alone = metrics.interval_coverage(mean - 1.96 * SIGMA, mean + 1.96 * SIGMA, y)
     lower, upper = la.predict(x).interval(0.95)
-    covered = metrics.coverage(lower, upper, y)
+    covered = metrics.interval_coverage(lower, upper, y)
     return f"{100 * covered:3.0f} %   (network alone, given the true noise: {100 * alone:.0f} %)"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, flag, generator_or_none, shown, whole_number
+from laplace.checks import choice, flag, flag_or_none, generator_or_none, shown, whole_number
 from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
@@ -84,7 +84,7 @@ def call(
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
     (link, how), sampled = response.link_of(link_approx, as_in_paper=True), pred_type == "nn"
-    inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
+    inputs, shape = Inputs.of(x, model_kwargs, frame.keys), Reshaper()
     n_outputs = n_outputs_at(source, inputs)
     draws = _draws(source, n_outputs, n_samples, 2 if sampled and not link else 1, generator)
     joint, diagonal_output = flag(joint, "joint"), flag(diagonal_output, "diagonal_output")
@@ -126,7 +126,7 @@ def predict(
     n_samples: int = 100,
     diagonal_output: bool | None = None,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **model_kwargs: Any,
 ) -> Prediction | PredictionAtPositions:
     """Return p(y given x, data) with observation noise, its summaries, and both kinds of uncertainty.
@@ -142,7 +142,7 @@ def predict(
         diagonal_output: Whether to leave out covariances between outputs. If not given, they are left out for more than
             32 outputs, unless link 'mc' needs them.
         generator: The random generator. torch's global one if left out.
-        progress_bar: Whether to show a progress bar over a DataLoader.
+        progress_bar: Whether a DataLoader shows a progress bar; None shows one in a terminal after a few seconds.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -161,6 +161,7 @@ def predict(
     pred_type = pred_type_named(pred_type, frame.functional)
     link, how = response.link_of(link_approx)
     draws = _draws(source, source.n_outputs or 1, n_samples, 2, generator)
+    progress = flag_or_none(progress_bar, "progress_bar")
     if diagonal_output is not None:
         diagonal_output = flag(diagonal_output, "diagonal_output")
     if pred_type == "nn" and draws.generator is None:
@@ -171,7 +172,7 @@ def predict(
     independent, need = diagonal_output, None
     answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
     with torch.set_grad_enabled(frame.enable_backprop):
-        for where, inputs in prediction_batches(x, frame.keys, model_kwargs, flag(progress_bar, "progress_bar")):
+        for where, inputs in prediction_batches(x, frame.keys, model_kwargs, progress):
             with within(where):
                 if pred_type == "nn":
                     if draws.generator is not None and state is not None:
@@ -426,6 +427,8 @@ def _require_own_mean(p: Any, n: int, name: str) -> None:
 
 def _chosen(source: Source, n_outputs: int, outputs: Any, refused: bool) -> Tensor | None:
     """Return the indices of the wanted outputs. None means all."""
+    if outputs is None and refused:
+        return None
     located = range(n_outputs)[source.likelihood.response.location_outputs(n_outputs)]
     n = len(located)
     if outputs is None:

@@ -131,6 +131,8 @@ def _member(outputs: Outputs) -> OutputGaussian | OutputSamples:
 
 
 def _joined(gaussians: list[OutputGaussian]) -> OutputGaussian:
+    if len(gaussians) == 1:
+        return gaussians[0].map_rows(lambda t: t)
     covariances = [g.covariance for g in gaussians if g.covariance is not None]
     contrasts = [g.contrasts for g in gaussians if g.contrasts is not None]
     return OutputGaussian(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from laplace.checks import all_finite
 from laplace.errors import NumericalError
 from laplace.linalg.contrasts import as_if_independent, centred_twice, variances_if_independent
 from laplace.linalg.sampling import Draws, normals_by_example
@@ -64,6 +65,12 @@ class OutputGaussian:
             object.__setattr__(same, name, None if value is None else f(value))
         object.__setattr__(same, "times", None)
         object.__setattr__(same, "contrasts", None if contrasts is None else contrasts.map_rows(f))
+        return same
+
+    def beside(self, contrasts: OutputGaussian) -> OutputGaussian:
+        """Return the Gaussian with that of its contrasts."""
+        same = copy.copy(self)
+        object.__setattr__(same, "contrasts", contrasts)
         return same
 
     def scaled(self, factor: float) -> OutputGaussian:
@@ -202,9 +209,8 @@ class OutputSamples:
 
 def require_finite(values: Tensor, what: str, axis: int = 0) -> Tensor:
     """Return `values`, which have one entry per input along `axis`. Refuse NaN and infinite ones."""
-    bad = ~values.isfinite()
-    if bad.any():
-        inputs = bad.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
+    if not all_finite(values):
+        inputs = (~values.isfinite()).movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
         raise NumericalError(
             f"{what} is NaN or infinite at {len(inputs)} inputs, the first is number {inputs[0]}, though the outputs "
             "are finite: it has overflowed, or the network has no derivative there. Raise the prior precision, or "

@@ -31,9 +31,6 @@ class Prediction(Summaries):
     Attributes:
         distribution: A `torch.distributions` object that includes the observation noise.
         mean: E[y] for regression and counts, (N, C); the probabilities of classes or labels, (N, C).
-        epistemic: Uncertainty that more data could remove. Regression and counts: the variance of E[y given f], (N, C).
-            Classes: the mutual information of y and the weights, (N,). Binary labels: the same for each label, (N, C).
-        aleatoric: Uncertainty that more data could not remove: the noise variance, (N, C), or the rest of the entropy.
         outputs: The distribution of the outputs f, an `OutputGaussian`, `OutputSamples` or `OutputMixture`.
         inverse_link: Maps outputs f to what they stand for.
         quantiles: Maps `outputs` and quantiles of a standard normal to quantiles of `inverse_link(f)`; returns None, or
@@ -44,15 +41,38 @@ class Prediction(Summaries):
         self,
         distribution: Distribution,
         mean: Tensor,
-        epistemic: Tensor,
-        aleatoric: Tensor,
+        epistemic: Tensor | None,
+        aleatoric: Tensor | None,
         outputs: Outputs,
         inverse_link: Callable[[Tensor], Tensor] = softmax,
         quantiles: Callable[[OutputGaussian, Tensor], Tensor | None] | None = None,
+        parts: Callable[[], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.distribution, self.outputs = distribution, outputs
-        self.mean, self.epistemic, self.aleatoric = mean, epistemic, aleatoric
+        self.distribution, self.mean, self.outputs = distribution, mean, outputs
         self.inverse_link, self.quantiles = inverse_link, quantiles
+        self._epistemic, self._aleatoric, self._parts = epistemic, aleatoric, parts
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Return the uncertainty that more data could remove.
+
+        Regression and counts: the variance of E[y given f], (N, C). Classes: the mutual information of y and the
+        weights, (N,). Binary labels: the same for each label, (N, C). The last two take draws, which are made when
+        this is first read.
+        """
+        return self._part()[0]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Return the uncertainty that more data could not remove: the noise variance, or the rest of the entropy."""
+        return self._part()[1]
+
+    def _part(self) -> tuple[Tensor, Tensor]:
+        if self._epistemic is None or self._aleatoric is None:
+            assert self._parts is not None
+            self._epistemic, self._aleatoric = self._parts()
+            self._parts = None
+        return self._epistemic, self._aleatoric
 
     @property
     def kind(self) -> str:
