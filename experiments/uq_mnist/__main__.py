@@ -30,7 +30,6 @@ from torch import Tensor
 from laplace.rivals import SWAG, Ensemble, MCDropout, Mixture
 
 ANGLES = tuple(range(0, 181, 30))
-MEMBERS = 5
 Labelled = tuple[Tensor, Tensor]
 
 
@@ -42,9 +41,10 @@ class Sizes:
     test: int = 4000
     shifted: int = 1000  # of each angle, and of each kind of unknown images
     draws: int = 10  # of rivals that run the network once for each
+    members: int = 5  # of the ensemble and of the mixtures
 
 
-QUICK = Sizes(train=600, test=200, shifted=100, draws=3)
+QUICK = Sizes(train=600, test=200, shifted=100, draws=3, members=2)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     study = started("uq_mnist", __doc__.splitlines()[0], arguments)
     sizes, epochs = (QUICK, 1) if study.quick else (Sizes(), study.epochs)
     found = images(digits(study.folder, sizes.train), sizes)
-    rows = Rows(study.results, {"sizes": vars(sizes), "epochs": epochs, "members": MEMBERS})
+    rows = Rows(study.results, {"sizes": vars(sizes), "epochs": epochs})
     for seed in range(study.seeds):
         for method, sets in methods(found, study.cache, sizes, epochs, seed):
             rows.get(f"{method.name}/{seed}", lambda method=method, sets=sets: _row(method, sets))
@@ -97,20 +97,20 @@ def seen(networks: list[Network], sets: Sets, cache: Cache, name: str) -> Sets:
 
 def methods(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
     """Yield everything that is compared, with what it reads."""
-    first = seed * MEMBERS
-    made = [trained(cache, f"lenet_{first + k}", lenet, sets.train, epochs, first + k) for k in range(MEMBERS)]
+    first, k = seed * sizes.members, sizes.members
+    made = [trained(cache, f"lenet_{i}", lenet, sets.train, epochs, i) for i in range(first, first + k)]
     networks = [one.network for one in made]
     last = seen(networks, sets, cache, f"seen_{seed}")
     heads = side_by_side([net.head for net in networks])
     yield single(heads[0]), last
     yield rescaled("temperature", heads[:1], last.validation), last
-    yield Method("DE-5", Ensemble(heads, "classification")), last
-    yield rescaled("DE-5 temperature", heads, last.validation), last
+    yield Method(f"DE-{k}", Ensemble(heads, "classification")), last
+    yield rescaled(f"DE-{k} temperature", heads, last.validation), last
     members: dict[str, list[Method]] = {name: [] for name in POSTERIORS}
-    for k, head in enumerate(heads):
+    for head in heads:
         for method in posteriors(head, last.train, last.validation):
             members[method.name].append(method)
-            if k == 0:
+            if head is heads[0]:
                 yield method, last
     for name, found in members.items():
         yield Method(f"mixture of {name}", Mixture([one.source for one in found]), found[0].link), last
