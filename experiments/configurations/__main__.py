@@ -70,7 +70,7 @@ def point(images: Images, method: Method) -> dict:
     """Return where a configuration lies."""
     known = {"c0": tuple(t[:TEST] for t in images.labelled["c0"])}
     unknown: dict[str, Tensor] = {name: x[:OUTSIDE] for name, x in images.outside.items()}
-    found = scores(method.predict, known, unknown, "c0")
+    found = scores(method, known, unknown, "c0")
     apart = found["ood"].values()
     means = {score: sum(one[score] for one in apart) / len(apart) for score in ("confidence", "epistemic")}
     return {"nll": found["sets"]["c0"]["nll"]} | {f"auroc_{score}": round(value, 5) for score, value in means.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +13,16 @@ from laplace.evaluation import accuracy, auroc, brier, ece, nll
 from laplace.predictive import Prediction
 
 
+class Predicts(Protocol):
+    """Gives whole predictions, or probabilities alone."""
+
+    def predict(self, x: Tensor) -> Prediction: ...
+
+    def mean(self, x: Tensor) -> Tensor: ...
+
+
 def scores(
-    predict: Callable[[Tensor], Prediction],
+    method: Predicts,
     labelled: Mapping[str, tuple[Tensor, Tensor]],
     outside: Mapping[str, Tensor],
     known: str,
@@ -21,15 +30,15 @@ def scores(
     """Return the scores on each set. Unknown inputs are told apart from those of the set `known`."""
     start, found, certain = time.process_time(), {}, {}
     for name, (x, y) in labelled.items():
-        prediction = predict(x)
-        p = _normalised(prediction.mean)
+        prediction = method.predict(x) if name == known else None
+        p = _normalised(method.mean(x) if prediction is None else prediction.mean)
         found[name] = {"nll": nll(p, y), "ece": ece(p, y), "brier": brier(p, y), "accuracy": accuracy(p, y)}
         found[name]["confidence"] = float(p.amax(-1).mean())
-        if name == known:
+        if prediction is not None:
             certain = _certainty(prediction)
     apart = {}
     for name, x in outside.items():
-        unknown = _certainty(predict(x))
+        unknown = _certainty(method.predict(x))
         apart[name] = {score: auroc(certain[score], unknown[score]) for score in certain}
         apart[name]["mean_confidence"] = float(unknown["confidence"].mean())
     return {"sets": _rounded(found), "ood": _rounded(apart), "seconds": round(time.process_time() - start, 2)}

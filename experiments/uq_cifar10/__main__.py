@@ -53,7 +53,7 @@ def methods(images: Images) -> Iterator[Method]:
 
 
 def _row(method: Method, images: Images) -> dict:
-    found = scores(method.predict, images.labelled, images.outside, "c0")
+    found = scores(method, images.labelled, images.outside, "c0")
     return found | {"fit_seconds": round(method.seconds, 2), "found": method.found}
 
 

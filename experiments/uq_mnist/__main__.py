@@ -143,7 +143,7 @@ def _there(library: str, method: str, install: str) -> bool:
 
 
 def _row(method: Method, sets: Sets) -> dict:
-    found = scores(method.predict, sets.labelled, sets.outside, "r0")
+    found = scores(method, sets.labelled, sets.outside, "r0")
     return found | {"fit_seconds": round(method.seconds, 2), "found": method.found}
 
 
