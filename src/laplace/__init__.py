@@ -48,6 +48,7 @@ from laplace.compat.enums import PredType as PredType
 from laplace.compat.enums import PriorStructure as PriorStructure
 from laplace.compat.enums import SubsetOfWeights as SubsetOfWeights
 from laplace.compat.enums import TuningMethod as TuningMethod
+from laplace.evaluation.report.call import report
 from laplace.laplace import Laplace
 from laplace.layers import register_rule
 from laplace.likelihoods import (
@@ -75,6 +76,7 @@ __all__ = [
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 ]
 _ROOMS = (
     "compat",

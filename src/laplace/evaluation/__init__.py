@@ -14,9 +14,14 @@ from laplace.evaluation.metrics import (
     rmse,
 )
 from laplace.evaluation.plots import regression_band, reliability_diagram
+from laplace.evaluation.report.result import Report
+from laplace.evaluation.report.verdicts import Thresholds, Verdict
 
 __all__ = [
     "Reliability",
+    "Report",
+    "Thresholds",
+    "Verdict",
     "accuracy",
     "auroc",
     "brier",
