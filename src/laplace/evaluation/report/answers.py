@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -186,7 +187,7 @@ def _crps(distribution: UncertainCounts, y: NDArray) -> NDArray[np.float64]:  # 
     most = max(float(distribution.icdf(torch.tensor(0.9999)).max()), float(y.max())) + 1
     edges = np.unique(np.floor(np.linspace(0, most, min(_GRID, int(most)) + 1)))
     total = np.zeros_like(y)
-    for k, after in zip(edges[:-1], edges[1:], strict=True):
+    for k, after in pairwise(edges.tolist()):
         total += (after - k) * np.square(_array(distribution.cdf(torch.full(y.shape, k))) - (y <= k))
     return total
 

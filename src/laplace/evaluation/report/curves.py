@@ -117,5 +117,5 @@ def wilson(share: Any, count: Any) -> tuple[Any, Any]:
     return np.clip(centre - half, 0, 1), np.clip(centre + half, 0, 1)
 
 
-def _lists(**arrays: Array) -> Curve:
+def _lists(**arrays: np.ndarray) -> Curve:
     return {name: values.tolist() for name, values in arrays.items()}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED
-from laplace.evaluation.report.svg import SERIES, Chart
+from laplace.evaluation.report.svg import SERIES, Chart, swatch
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ class Figure:
     svg: str
     legend: dict[str, int]
     caption: str
+
+
+def framed(figure: Figure) -> str:
+    """Return the figure as it stands on the page: with its heading, legend and caption."""
+    legend = "".join(f"<li>{swatch(i)}{escape(name)}</li>" for name, i in figure.legend.items())
+    shown = f'<ul class="legend">{legend}</ul>' if legend else ""
+    return (
+        f'<figure id="figure-{figure.name}"><h3>{escape(figure.title)}</h3>{shown}{figure.svg}'
+        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
+    )
 
 
 def styles(names: Any) -> dict[str, int]:
@@ -197,7 +208,7 @@ def _risk(drawn: Mapping[str, Any], kind: str) -> Figure:
     legend = styles(drawn)
     shares = kind in ("classes", "labels")
     top = max(max(curve["risk"]) for curve in drawn.values())
-    what = "error of those answered" if shares else "mean absolute error of those answered"
+    what = "error of those answered" if shares else "their mean absolute error"
     chart = Chart((0, 1), (0, 1.08 * top or 1), ("share answered", what), per_cent="xy" if shares else "x")
     for name, curve in drawn.items():
         chart.line(curve["coverage"], curve["risk"], legend[name])

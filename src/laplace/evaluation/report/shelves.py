@@ -113,6 +113,24 @@ SHELVES["labels"], SHELVES["counts"], SHELVES["other"] = SHELVES["classes"], SHE
 OUTSIDE: Final = {"taken for known": lambda a: -a["epistemic"]}
 
 
+def facts_of(mine: Answers, placed: Placed) -> dict[str, Any]:
+    """Return the facts about an example that is shown, as in the JSON."""
+    i = placed.number
+    facts: dict[str, Any] = {"number": i, "epistemic": float(mine["epistemic"][i])}
+    if mine.kind in ("classes", "labels"):
+        facts["confidence"] = float(mine["confidence"][i])
+        p = mine["p"][i]
+        facts["predicted"] = int(p.argmax()) if mine.kind == "classes" else np.flatnonzero(p > 0.5).tolist()
+        if "y" in mine:
+            y = mine["y"][i]
+            facts["label"] = int(y) if mine.kind == "classes" else np.flatnonzero(y > 0.5).tolist()
+    elif "mean" in mine:
+        facts |= {"predicted": mine["mean"][i].tolist(), "sd": mine["sd"][i].tolist(), "label": mine["y"][i].tolist()}
+    shown_as = placed.shown
+    facts |= {"text": shown_as.text} if shown_as.text else {}
+    return facts | ({"row": list(shown_as.row), "more": shown_as.more} if shown_as.row else {})
+
+
 def shown(inputs: Inputs, i: int) -> Shown:
     """Return what an example looks like: a thumbnail of an image, a text, or the first numbers of a row."""
     x = inputs.x

@@ -14,7 +14,7 @@ from typing import Final
 WIDTH: Final = 380
 HEIGHT: Final = 250
 SERIES: Final = 6  # styles that the style sheet has
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 20, 10, 42
 
 Numbers = Sequence[float]
 
@@ -148,10 +148,11 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def decades(low: float, high: float, most: int = 6) -> list[float]:
-    """Return powers of ten between two ends, at most `most` of them; the ends if there is no such power."""
+    """Return powers of ten between two ends, at most `most` of them; 1, 2 and 5 times these if they are few."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    if first > last:
-        return [low, high]
+    if last - first < 2:
+        finer = [k * 10.0**e for e in range(first - 1, last + 1) for k in (1, 2, 5)]
+        return [value for value in finer if low <= value <= high] or [low, high]
     step = max(1, math.ceil((last - first + 1) / most))
     return [10.0**k for k in range(first, last + 1, step)]
 

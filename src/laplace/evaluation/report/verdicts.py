@@ -73,7 +73,7 @@ def ordered(verdicts: list[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: GRADES.index(verdict.grade))
 
 
-def headline(verdicts: list[Verdict], shift: bool = False) -> tuple[str, str]:
+def headline(verdicts: list[Verdict]) -> tuple[str, str]:
     """Return the grade of the whole, and one sentence."""
     grades = [verdict.grade for verdict in verdicts]
     if any(verdict.about == "tiny" for verdict in verdicts):
@@ -90,11 +90,13 @@ def next_steps(verdicts: list[Verdict], refer: dict[str, Any] | None) -> list[di
     steps: dict[str, dict[str, str]] = {}
     for verdict in ordered(verdicts):
         if verdict.action and verdict.grade in ("bad", "warn", "note"):
-            steps.setdefault(verdict.code or verdict.action, {"text": verdict.action, "code": verdict.code})
+            key = verdict.code or verdict.action
+            steps.setdefault(key, {"text": verdict.action, "why": verdict.text, "code": verdict.code})
     if refer and not any(verdict.grade == "bad" for verdict in verdicts):
         steps["refer"] = {
             "text": "To hand unusual inputs to a person, refuse those with more epistemic uncertainty than 95 % of the "
             "test data have.",
+            "why": "",
             "code": f"la.predict(x).epistemic > {refer['epistemic']:.3g}",
         }
     return list(steps.values())
