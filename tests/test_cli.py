@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from laplace import cli, demo
+import laplace_cli as cli
+from laplace import demo
 
 ROWS = ["accuracy", "NLL", "ECE", "Brier"]
 ROWS += [f"AUROC of {kind}: {by}" for kind in ("8, 9", "photos") for by in ("confidence", "epistemic")]

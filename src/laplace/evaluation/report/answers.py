@@ -103,7 +103,8 @@ def network_alone(likelihood: Likelihood, f: Tensor, sigma: Tensor) -> Predictio
 
 
 def _unlabelled(prediction: Prediction, kind: str) -> Columns:
-    epistemic, aleatoric = prediction.epistemic.double(), prediction.aleatoric.double()
+    epistemic = prediction.epistemic.double().clamp(min=0)  # from draws, it may round to below 0
+    aleatoric = prediction.total.double() - epistemic
     if kind in ("classes", "labels"):
         p = _array(prediction.mean)
         sure = p.max(-1) if kind == "classes" else np.maximum(p, 1 - p).mean(-1)

@@ -31,7 +31,7 @@ def _card(data: dict[str, Any], card: dict[str, Any], picture: str) -> str:
         more = f'<p class="small">and {card["more"]:,} more</p>' if card["more"] else ""
         parts.append(f"<dl>{rows}</dl>{more}")
     parts += _said(names, card)
-    parts.append(f'<p class="small">number {card["number"]}, epistemic {card["epistemic"]:.2g}</p>')
+    parts.append(f'<p class="small">number {card["number"]}, epistemic {_small(card["epistemic"])}</p>')
     return f'<div class="card">{"".join(parts)}</div>'
 
 
@@ -54,3 +54,7 @@ def _classes(names: list[str] | None, value: Any) -> str:
 
 def _short(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}".replace("-", "−")
+
+
+def _small(value: float) -> str:
+    return f"{value:.2g}" if value >= 0.001 else "below 0.001"

@@ -1,0 +1,153 @@
+"""The reports of the documentation's gallery, on real data: a classifier of FashionMNIST, and concrete of the UCI sets.
+
+    python experiments/gallery.py --data FOLDER [--out docs/gallery] [--only fashion_mnist concrete]
+
+FOLDER holds fashion_mnist.npz (x_train, y_train, x_test, y_test; uint8 images), mnist.npz, kmnist.npz and notmnist.npz
+(x_test), and uci/concrete.npz (X, y, train_idx, test_idx). A few minutes of CPU time on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from data import arrays
+from laplace import Laplace, report
+
+CLOTHES = ["T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
+CONCRETE = ["cement", "slag", "fly ash", "water", "superplasticiser", "coarse aggregate", "fine aggregate", "age"]
+VALIDATION, OUTSIDE = 2000, 2000
+OLDEST = 90.0  # days; older concrete is not trained on
+
+
+def fashion_mnist(folder: str | None, out: Path) -> None:
+    """A convolutional network, its last layer calibrated on 2,000 images; other images of the same size are unknown."""
+    raw = arrays("fashion_mnist", folder)
+    order = torch.randperm(len(raw["y_test"]), generator=torch.Generator().manual_seed(42))
+    val, test = order[:VALIDATION], order[VALIDATION:]
+    x, y = pixels(raw["x_test"]), torch.from_numpy(raw["y_test"]).long()
+    train = DataLoader(
+        TensorDataset(pixels(raw["x_train"]), torch.from_numpy(raw["y_train"]).long()),
+        batch_size=128,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(0),
+    )
+    model = nn.Sequential(
+        nn.Conv2d(1, 24, 5, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(24, 48, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(48 * 5 * 5, 96),
+        nn.ReLU(),
+        nn.Linear(96, 10),
+    )
+    fit(model, train, nn.functional.cross_entropy, epochs=12)
+    la = Laplace(model, "classification").fit(train)
+    print(la.calibrate([(x[val], y[val])]))
+    noise = {
+        sd: x[test] + sd * torch.randn(x[test].shape, generator=torch.Generator().manual_seed(1)) for sd in (0.1, 0.3)
+    }
+    found = report(
+        la,
+        (x[test], y[test]),
+        ood={name: some(pixels(arrays(name, folder)["x_test"])) for name in ("notmnist", "mnist", "kmnist")},
+        val_loader=[(x[val], y[val])],
+        train_loader=train,
+        shifts={"pixel noise, sd": {sd: (noisy, y[test]) for sd, noisy in noise.items()}},
+        class_names=CLOTHES,
+        title="FashionMNIST: how far can this network be trusted?",
+        out=out / "fashion_mnist.html",
+    )
+    print(found)
+
+
+def concrete(folder: str | None, out: Path) -> None:
+    """The strength of concrete up to 90 days old; older concrete is the unknown kind."""
+    raw = arrays("uci/concrete", folder)
+    x, y = (torch.from_numpy(raw[key]).float() for key in ("X", "y"))
+    young = x[:, CONCRETE.index("age")] <= OLDEST
+    train, test = (torch.from_numpy(raw[key][0]).long() for key in ("train_idx", "test_idx"))
+    train, test = train[young[train]], test[young[test]]
+    train, val = train[: 4 * len(train) // 5], train[4 * len(train) // 5 :]
+    centre, scale = x[train].mean(0), x[train].std(0)
+    inputs, y = (x - centre) / scale, y.unsqueeze(1)
+    model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 1), Scaled(y[train]))
+    loader = DataLoader(
+        TensorDataset(inputs[train], y[train]), 64, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    fit(model, loader, nn.functional.mse_loss, epochs=300)
+    la = Laplace(model, "regression", "all", "full").fit(loader)
+    print(la.calibrate([(inputs[val], y[val])]))
+    older = inputs[~young], y[~young]
+    found = report(
+        la,
+        (inputs[test], y[test]),
+        ood={"older than 90 days": older[0]},
+        val_loader=[(inputs[val], y[val])],
+        train_loader=loader,
+        shifts={"older than 90 days": older},
+        feature_names=CONCRETE,
+        class_names=["strength in MPa"],
+        title="Strength of concrete: how far can this network be trusted?",
+        out=out / "concrete.html",
+    )
+    print(found)
+
+
+class Scaled(nn.Module):
+    """Gives outputs the mean and spread of the targets."""
+
+    def __init__(self, y: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("centre", y.mean())
+        self.register_buffer("scale", y.std())
+
+    def forward(self, f: Tensor) -> Tensor:
+        return self.centre + self.scale * f
+
+
+def fit(model: nn.Module, loader: DataLoader, loss: object, epochs: int) -> None:
+    """Train in place with Adam and a cosine schedule."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3, weight_decay=1e-5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            value = loss(model(x), y)
+            value.backward()
+            optimizer.step()
+        schedule.step()
+        if epoch % max(1, epochs // 6) == 0:
+            print(f"epoch {epoch + 1} of {epochs}: loss {float(value):.4f}", flush=True)
+    model.eval()
+
+
+def pixels(images: np.ndarray) -> Tensor:  # (N, 28, 28) -> (N, 1, 28, 28)
+    return torch.from_numpy(images).float().div(255).unsqueeze(1)
+
+
+def some(x: Tensor) -> Tensor:
+    return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(42))[:OUTSIDE]]
+
+
+GALLERY = {"fashion_mnist": fashion_mnist, "concrete": concrete}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="the folder of the data")
+    parser.add_argument("--out", type=Path, default=Path("docs/gallery"), help="where the pages go")
+    parser.add_argument("--only", nargs="*", choices=GALLERY, default=list(GALLERY))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.only:
+        GALLERY[name](arguments.data, arguments.out)
