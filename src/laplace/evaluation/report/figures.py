@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Final
 
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED
 from laplace.evaluation.report.svg import SERIES, Chart, swatch
+
+
+_DEEPEST: Final = 60.0  # nats below the best evidence that are shown
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,20 @@ def shift_figure(data: dict[str, Any]) -> Figure | None:
 
 
 def prior_figure(curve: dict[str, Any]) -> Figure:
-    """Return the figure of the evidence along the prior precision."""
-    x, y = curve["precision"], curve["log_evidence"]
-    low, high = _around(y)
+    """Return the figure of the evidence along the prior precision, near its optimum and this posterior."""
+    x, best = curve["precision"], max(curve["log_evidence"])
+    y = [value - best for value in curve["log_evidence"]]
+    here = min(range(len(x)), key=lambda i: abs(curve["factor"][i] - 1))
+    low = max(min(y), 2 * y[here], -_DEEPEST) if y[here] > -_DEEPEST / 2 else 1.3 * y[here]
+    shown = [i for i, value in enumerate(y) if value >= low]
+    first, last = max(shown[0] - 1, 0), min(shown[-1] + 1, len(x) - 1)
     what = "factor of the prior precisions" if curve["several"] else "prior precision"
-    chart = Chart((x[0], x[-1]), (low, high), (what, "log evidence"), log_x=True)
-    chart.guide([curve["present"]] * 2, [low, high])
-    chart.line(x, y, 2)
-    chart.dots([curve["best"]], [max(y)], 2)
-    chart.note(curve["present"] * 1.15, low + 0.04 * (high - low), "this posterior")
+    chart = Chart((x[first], x[last]), (low, -0.06 * low), (what, "log evidence below the best"), log_x=True)
+    chart.guide([curve["present"]] * 2, [low, 0])
+    chart.line(x[first : last + 1], y[first : last + 1], 2)
+    chart.dots([curve["best"]], [0], 2)
+    right = curve["present"] > (x[first] * x[last]) ** 0.5
+    chart.note(curve["present"] * (0.87 if right else 1.15), 0.93 * low, "this posterior", end=right)
     return Figure(
         "prior",
         "Evidence",

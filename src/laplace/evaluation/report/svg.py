@@ -170,7 +170,9 @@ def _written(value: float, ends: tuple[float, float], per_cent: bool) -> str:
         return f"{100 * value:.3g} %"
     if abs(value) < 1e-12 * max(abs(ends[0]), abs(ends[1])):
         return "0"
-    return f"{value:.4g}".replace("-", "−")
+    largest = max(abs(ends[0]), abs(ends[1]))
+    divisor, unit = (1e6, "M") if largest >= 1e6 else (1e3, "k") if largest >= 1e4 else (1, "")
+    return f"{value / divisor:.4g}{unit}".replace("-", "−")
 
 
 def _power(value: float) -> str:
