@@ -1,9 +1,9 @@
-"""The reports of the documentation's gallery, on real data: a classifier of FashionMNIST, and concrete of the UCI sets.
+"""The reports of the documentation's gallery, on real data: FashionMNIST, and the power plant of the UCI sets.
 
-    python experiments/gallery.py --data FOLDER [--out docs/gallery] [--only fashion_mnist concrete]
+    python experiments/gallery.py --data FOLDER [--out docs/gallery] [--only fashion_mnist power_plant]
 
 FOLDER holds fashion_mnist.npz (x_train, y_train, x_test, y_test; uint8 images), mnist.npz, kmnist.npz and notmnist.npz
-(x_test), and uci/concrete.npz (X, y, train_idx, test_idx). A few minutes of CPU time on one thread.
+(x_test), and uci/power.npz (X, y, train_idx, test_idx). A few minutes of CPU time on one thread.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from data import arrays
 from laplace import Laplace, report
 
 CLOTHES = ["T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
-CONCRETE = ["cement", "slag", "fly ash", "water", "superplasticiser", "coarse aggregate", "fine aggregate", "age"]
+FEATURES = ["temperature", "vacuum", "pressure", "humidity"]  # in standard deviations
 VALIDATION, OUTSIDE = 2000, 2000
-OLDEST = 90.0  # days; older concrete is not trained on
+HOTTEST = 30.0  # degrees; hotter days are not trained on
 
 
 def fashion_mnist(folder: str | None, out: Path) -> None:
@@ -67,35 +67,35 @@ def fashion_mnist(folder: str | None, out: Path) -> None:
     print(found)
 
 
-def concrete(folder: str | None, out: Path) -> None:
-    """The strength of concrete up to 90 days old; older concrete is the unknown kind."""
-    raw = arrays("uci/concrete", folder)
+def power_plant(folder: str | None, out: Path) -> None:
+    """The output of a power plant on days below 30 degrees; hotter days are the unknown kind."""
+    raw = arrays("uci/power", folder)
     x, y = (torch.from_numpy(raw[key]).float() for key in ("X", "y"))
-    young = x[:, CONCRETE.index("age")] <= OLDEST
+    cool = x[:, FEATURES.index("temperature")] <= HOTTEST
     train, test = (torch.from_numpy(raw[key][0]).long() for key in ("train_idx", "test_idx"))
-    train, test = train[young[train]], test[young[test]]
-    train, val = train[: 4 * len(train) // 5], train[4 * len(train) // 5 :]
+    train, test = train[cool[train]], test[cool[test]]
+    train, val = train[: 9 * len(train) // 10], train[9 * len(train) // 10 :]
     centre, scale = x[train].mean(0), x[train].std(0)
     inputs, y = (x - centre) / scale, y.unsqueeze(1)
-    model = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 1), Scaled(y[train]))
+    model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 1), Scaled(y[train]))
     loader = DataLoader(
-        TensorDataset(inputs[train], y[train]), 64, shuffle=True, generator=torch.Generator().manual_seed(0)
+        TensorDataset(inputs[train], y[train]), 128, shuffle=True, generator=torch.Generator().manual_seed(0)
     )
-    fit(model, loader, nn.functional.mse_loss, epochs=300)
+    fit(model, loader, nn.functional.mse_loss, epochs=60)
     la = Laplace(model, "regression", "all", "full").fit(loader)
     print(la.calibrate([(inputs[val], y[val])]))
-    older = inputs[~young], y[~young]
+    hot = inputs[~cool], y[~cool]
     found = report(
         la,
         (inputs[test], y[test]),
-        ood={"older than 90 days": older[0]},
+        ood={"hotter than 30 degrees": hot[0]},
         val_loader=[(inputs[val], y[val])],
         train_loader=loader,
-        shifts={"older than 90 days": older},
-        feature_names=CONCRETE,
-        class_names=["strength in MPa"],
-        title="Strength of concrete: how far can this network be trusted?",
-        out=out / "concrete.html",
+        shifts={"hotter than 30 degrees": hot},
+        feature_names=FEATURES,
+        class_names=["output in MW"],
+        title="A power plant's output: how far can this network be trusted?",
+        out=out / "power_plant.html",
     )
     print(found)
 
@@ -128,7 +128,7 @@ def fit(model: nn.Module, loader: DataLoader, loss: object, epochs: int) -> None
             optimizer.step()
         schedule.step()
         if epoch % max(1, epochs // 6) == 0:
-            print(f"epoch {epoch + 1} of {epochs}: loss {float(value):.4f}", flush=True)
+            print(f"epoch {epoch + 1} of {epochs}: loss {value.item():.4f}", flush=True)
     model.eval()
 
 
@@ -140,7 +140,7 @@ def some(x: Tensor) -> Tensor:
     return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(42))[:OUTSIDE]]
 
 
-GALLERY = {"fashion_mnist": fashion_mnist, "concrete": concrete}
+GALLERY = {"fashion_mnist": fashion_mnist, "power_plant": power_plant}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -37,7 +37,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("online", "preview", "comparison", "layers", "testing"),
     ("integrations",),
     ("compat",),
-    ("integrations",),
     ("utils", "baselaplace", "lllaplace", "subnetlaplace", "marglik_training"),  # where laplace-torch has its names
     ("__init__",),
     ("demo",),

@@ -63,6 +63,11 @@ def flag(value: object, what: str) -> bool:
     raise OptionError(f"{what}={shown(value)} must be True or False.")
 
 
+def flag_or_none(value: object, what: str) -> bool | None:
+    """Return True, False, or None, which leaves the choice to us."""
+    return None if value is None else flag(value, what)
+
+
 def path_of(value: Any, what: str) -> Path:
     """Return the path of a file."""
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None

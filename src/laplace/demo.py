@@ -2,8 +2,9 @@
 
 The classifier learns scikit-learn's digits twice: as they are, where the network is nearly calibrated already, and with
 pixel noise, which it overfits and becomes overconfident on. Beside it stands temperature scaling, the baseline that a
-posterior has to beat. The regressor has one hidden layer; with two, the 95 % interval of a last layer covered 77, 22
-and 98 % of the points in the gap.
+posterior has to beat. The regressor has all its weights uncertain: doubt about the last layer alone is only as good as
+its features, and past the data's end it held 11 and 17 % of the points in its 95 % interval, where all weights held 52
+and 89 %.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace, report
-from laplace.evaluation import Report, metrics, plots
+from laplace import evaluation as metrics
+from laplace.evaluation import Report, plots
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -146,7 +148,7 @@ def _compared(digits: Digits, settings: Settings) -> tuple[dict[str, Scored], tu
     found = {}
     for name, t in zip(METHODS, (1.0, best), strict=False):
         p, sure = (test / t).softmax(-1), {kind: (f / t).softmax(-1).amax(-1) for kind, f in unknown.items()}
-        found[name] = Scored(p, digits.y_test, {k: metrics.auroc(p.amax(-1), q) for k, q in sure.items()}, {})
+        found[name] = Scored(p, digits.y_test, {k: metrics.auroc(-p.amax(-1), -q) for k, q in sure.items()}, {})
     start = time.perf_counter()
     la = Laplace(model, "classification").fit(loader)
     la.tune()
@@ -161,8 +163,8 @@ def _compared(digits: Digits, settings: Settings) -> tuple[dict[str, Scored], tu
 def _scored(la: Laplace, digits: Digits) -> Scored:
     inside, outside = la.predict(digits.x_test), {kind: la.predict(x) for kind, x in digits.unknown.items()}
     sure, doubt = inside.mean.amax(-1), inside.epistemic
-    by_confidence = {kind: metrics.auroc(sure, found.mean.amax(-1)) for kind, found in outside.items()}
-    by_epistemic = {kind: metrics.auroc(-doubt, -found.epistemic) for kind, found in outside.items()}
+    by_confidence = {kind: metrics.auroc(-sure, -found.mean.amax(-1)) for kind, found in outside.items()}
+    by_epistemic = {kind: metrics.auroc(doubt, found.epistemic) for kind, found in outside.items()}
     return Scored(inside.mean, digits.y_test, by_confidence, by_epistemic)
 
 
@@ -198,11 +200,11 @@ def _regression(out: Path, settings: Settings) -> list[Path]:
     seconds = _train(model, loader, nn.functional.mse_loss, settings.regression_epochs, lr=1e-2, weight_decay=decay)
     print(f"  MAP      a tanh network of {_size(model)} weights, {seconds:.1f} s.")
 
-    la = Laplace(model, "regression", subset_of_weights="last_layer", hessian_structure="full")
+    la = Laplace(model, "regression", subset_of_weights="all", hessian_structure="full")
     la.fit(loader)
     la.tune("prior_precision", "sigma_noise", method="evidence")
     sigma = float(la.sigma_noise)
-    print(f"  Laplace  noise of sd {sigma:.3f} found by maximising the evidence.\n")
+    print(f"  Laplace  a Gaussian over all of them; noise of sd {sigma:.3f} found by maximising the evidence.\n")
 
     grid = torch.linspace(-3.5, 3.5, 351)
     mean, covariance = la(grid.unsqueeze(-1))
@@ -212,8 +214,6 @@ def _regression(out: Path, settings: Settings) -> list[Path]:
     print(f"  {sd[grid.abs() < 1].max():.2f} in the gap (at most). Share of new points that its 95 % interval holds:")
     print(f"    in the gap, |x| < 1        {_compare_intervals(model, la, _uniform(2000, -1, 1))}")
     print(f"    past the end, 3 < x < 3.5  {_compare_intervals(model, la, _uniform(2000, 3, 3.5))}")
-    print("  Doubt about the last layer alone is only as good as its features: past the data's end it mostly falls")
-    print("  short, and with a second hidden layer it often does so in the gap too.\n")
     print(f"  {_truth_inside(grid, mean.flatten(), sd)}\n")
     path = out / "regression.png"
     title = "What the network does not know, and what is noise"
@@ -226,15 +226,15 @@ def _regression(out: Path, settings: Settings) -> list[Path]:
 
 
 def _truth_inside(grid: Tensor, mean: Tensor, sd: Tensor) -> str:  # (N,), (N,), (N,)
-    """Say whether the true curve lies inside the band of two epistemic standard deviations, and where it does not."""
-    outside = (_curve(grid) - mean).abs() > 2 * sd
-    share = 100 * float(1 - outside.double().mean())
-    if not outside.any():
-        return "In the figure the truth lies inside the inner band (mean +- 2 sd) everywhere."
-    worst = float(grid[((_curve(grid) - mean).abs() / sd).argmax()])
+    """Say on which share of the axis the true curve lies inside two epistemic standard deviations, and why not on all."""
+    distance = (_curve(grid) - mean).abs() / sd
+    share, worst = 100 * float((distance <= 2).double().mean()), float(grid[distance.argmax()])
+    inside = f"In the figure, the truth lies in the inner band (mean +- 2 sd) on {share:.0f} % of the axis"
+    if share == 100:
+        return f"{inside}."
     return (
-        f"In the figure the truth lies inside the inner band (mean +- 2 sd) on {share:.0f} % of the axis; furthest out "
-        f"at x = {worst:.1f}.\n  A band of two sd leaves out 5 % anyway; more where the features are at their end."
+        f"{inside}; it is furthest out at x = {worst:.1f}.\n  Where there is data the band is narrow, and a smooth network "
+        "is off by more than its noise-free doubt;\n  past the data's end nothing holds it."
     )
 
 
@@ -242,9 +242,9 @@ def _compare_intervals(model: nn.Module, la: Laplace, x: Tensor) -> str:
     y = _observe(x)
     with torch.no_grad():
         mean = model(x)
-    alone = metrics.coverage(mean - 1.96 * SIGMA, mean + 1.96 * SIGMA, y)
+    alone = metrics.interval_coverage(mean - 1.96 * SIGMA, mean + 1.96 * SIGMA, y)
     lower, upper = la.predict(x).interval(0.95)
-    covered = metrics.coverage(lower, upper, y)
+    covered = metrics.interval_coverage(lower, upper, y)
     return f"{100 * covered:3.0f} %   (network alone, given the true noise: {100 * alone:.0f} %)"
 
 

@@ -233,12 +233,13 @@ def require_served(structure: Structure, layout: Layout) -> None:
     if structure.scattered or not layout.scattered:
         return
     parts = [name for name, part in zip(layout.names, layout.parts, strict=True) if part is not None]
+    count = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
     able = ", ".join(repr(other) for other, s in STRUCTURES.items() if s.scattered)
     ours = type(structure).__module__.startswith("laplace.")
     own = "" if ours else f" If {structure.name} can keep blocks of shape (k,), say so: scattered = True."
     raise UnsupportedError(
         f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices choose only some weights of "
-        f"{len(parts)} tensors ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
+        f"{count} ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
         f"one of {able}, or all weights of each tensor.{own}"
     )
 
@@ -255,13 +256,13 @@ def estimator_named(
         raise OptionError(f"curvature={curvature.__name__} is a class; give an object: {curvature.__name__}().")
     number = whole_number(samples, "curvature_samples")
     if isinstance(curvature, Estimator):
-        if number not in (1, curvature.vectors) or backend is not None:
+        if number not in (1, curvature.vectors) or name_of_backend(backend) is not None:
             raise OptionError(
                 f"curvature={curvature!r} is complete: leave out curvature_samples= and backend=, or write "
                 "Sketch(samples=...)."
             )
         return curvature
-    name = _of_backend(curvature, backend, backend_kwargs)
+    name = _of_backend(curvature, name_of_backend(backend), backend_kwargs)
     if name is None:
         if number != 1:
             raise OptionError(f"curvature_samples={number} is for curvature='mc' and 'sketch'; 'ggn' draws nothing.")
@@ -277,26 +278,29 @@ def estimator_named(
 
 
 def name_of_backend(backend: Any) -> str | None:
-    """Return the name of a backend that is given by name, as a class, or as an object of that class."""
+    """Return the name of a backend that is given by name, as a class, or as an object of that class.
+
+    An object that was read from a posterior (`la.backend`) knows in `asked_for` which one was asked for there, if any.
+    """
     if backend is None or isinstance(backend, str):
         return backend
+    if hasattr(backend, "asked_for"):
+        return backend.asked_for
     return getattr(backend, "__name__", type(backend).__name__)
 
 
-def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the curvature for a backend class of laplace-torch, or `name` if no backend is given."""
+def _of_backend(name: Any, backend: str | None, backend_kwargs: Mapping[str, Any] | None) -> Any:
+    """Return the curvature for the name of a backend class of laplace-torch, or `name` if no backend is given."""
     if backend is None:
         if backend_kwargs is not None and (not isinstance(backend_kwargs, Mapping) or backend_kwargs):
             raise OptionError("backend_kwargs= goes with backend=. Write curvature= and curvature_samples= instead.")
         return name
-    label = name_of_backend(backend)
-    assert label is not None
-    meant = next((kind for part, kind in _BACKENDS.items() if part in label), None)
+    meant = next((kind for part, kind in _BACKENDS.items() if part in backend), None)
     if meant == "ggn" and isinstance(backend_kwargs, Mapping) and backend_kwargs.get("stochastic"):
         meant = "mc"
     if meant is None or (name is not None and str(name) != meant):
         kinds = ", ".join(map(repr, CURVATURES))
-        raise OptionError(f"backend={label} does not say which curvature. Write curvature= one of {kinds}.")
+        raise OptionError(f"backend={backend} does not say which curvature. Write curvature= one of {kinds}.")
     return meant
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, flag, generator_or_none, shown, whole_number
+from laplace.checks import choice, flag, flag_or_none, generator_or_none, shown, whole_number
 from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, scaled_outputs
@@ -124,7 +124,7 @@ def predict(
     n_samples: int = 100,
     diagonal_output: bool | None = None,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     **model_kwargs: Any,
 ) -> Prediction | PredictionAtPositions:
     """Return p(y given x, data) with observation noise, its summaries, and both kinds of uncertainty.
@@ -140,7 +140,7 @@ def predict(
         diagonal_output: Whether to leave out covariances between outputs. If not given, they are left out for more than
             32 outputs, unless link 'mc' needs them.
         generator: The random generator. torch's global one if left out.
-        progress_bar: Whether to show a progress bar over a DataLoader.
+        progress_bar: Whether a DataLoader shows a progress bar; None shows one in a terminal after a few seconds.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -158,7 +158,7 @@ def predict(
     frame, response, c = source.frame, source.likelihood.response, source.n_outputs
     pred_type = pred_type_named(pred_type, frame.functional)
     link, how = response.link_of(link_approx)
-    draws = _draws(source, n_samples, 2, generator)
+    draws, progress = _draws(source, n_samples, 2, generator), flag_or_none(progress_bar, "progress_bar")
     if diagonal_output is not None:
         diagonal_output = flag(diagonal_output, "diagonal_output")
     if pred_type == "nn" and draws.generator is None:
@@ -172,7 +172,7 @@ def predict(
         need = Contrasts(covariances=not independent, beside=True)
     answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
     with torch.set_grad_enabled(frame.enable_backprop):
-        for where, inputs in prediction_batches(x, frame.keys, model_kwargs, flag(progress_bar, "progress_bar")):
+        for where, inputs in prediction_batches(x, frame.keys, model_kwargs, progress):
             with within(where):
                 if pred_type == "nn":
                     if draws.generator is not None and state is not None:

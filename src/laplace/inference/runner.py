@@ -63,7 +63,7 @@ class Runner:
 
     # ---- what the network is -------------------------------------------------------------------------------------
 
-    def batches(self, loader: Iterable[Any], progress_bar: bool, what: str) -> Iterator[Batch]:
+    def batches(self, loader: Iterable[Any], progress_bar: bool | None, what: str) -> Iterator[Batch]:
         """Yield the batches of a loader. `what` names the run in errors and progress bars.
 
         The labels of a causal language model are shifted, so that each stands at the logits that predict it.

@@ -12,13 +12,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from tqdm.auto import tqdm
 
 from laplace.checks import shown
 from laplace.errors import InputError, LaplaceError, MissingKeyError, ModelError, OptionError
@@ -26,6 +24,7 @@ from laplace.linalg.autocast import as_called
 from laplace.network.arrays import as_tensors, dtype_of, is_array
 from laplace.network.graphs import arguments_of, is_graph, labels_in
 from laplace.network.loaders import ArrayBatches, dataloader_of, is_pair
+from laplace.network.progress import with_bar
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
 from laplace.network.watching import EXAMPLES, is_unwatched, watch
@@ -324,7 +323,9 @@ def _read(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> dict[str,
     return {key: value for key, value in mapping.items() if key not in apart}
 
 
-def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
+def training_batches(
+    loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool | None, what: str
+) -> Iterator[Batch]:
     """Yield the batches of a loader on the network's device. Skips empty batches.
 
     Each batch is valid only until the next one is read.
@@ -348,7 +349,7 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
     if is_pair(loader):
         loader = ArrayBatches(*loader)
     device = device_of(model)
-    for index, batch in enumerate(_bar(loader, progress, what)):
+    for index, batch in enumerate(with_bar(loader, progress, what)):
         found = split(batch, keys, index, model)
         if found.y.shape[:1] != (0,):
             if found.inputs.tensors() and all(t.shape[:1] == (0,) for t in found.inputs.tensors()):
@@ -376,7 +377,7 @@ def given_by_name(x: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def prediction_batches(
-    x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool, what: str = "batch"
+    x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool | None, what: str = "batch"
 ) -> Iterator[tuple[str, Inputs]]:
     """Yield the inputs in `x`, which is one batch or a loader.
 
@@ -392,14 +393,9 @@ def prediction_batches(
             f"x is a {type(x).__name__}; a tensor, an array, a DataFrame, a mapping, a tuple of inputs or a DataLoader "
             "is needed."
         )
-    for index, batch in enumerate(_bar(x, progress, "predict")):
+    for index, batch in enumerate(with_bar(x, progress, "predict")):
         one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given) and not is_array(batch)
         yield f"{what} {index}", Inputs(batch[0] if one else batch, kwargs, keys)
-
-
-def _bar(loader: Iterable[Any], progress: bool, what: str) -> Iterable[Any]:
-    total = length_hint(loader, 0) or None  # a loader over an iterable dataset has a len() that fails
-    return tqdm(loader, desc=what, total=total, disable=not progress, unit="batch", leave=False)
 
 
 def described(x: Any, kwargs: Mapping[str, Any]) -> str:

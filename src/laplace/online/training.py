@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from laplace.checkpoints import training as files
 from laplace.checks import positive
@@ -18,6 +17,7 @@ from laplace.errors import CheckpointError, InputError, LaplaceError, NumericalE
 from laplace.inference.targets import checked, labelled_rows
 from laplace.laplace import Laplace
 from laplace.network.batches import Batch, device_of
+from laplace.network.progress import bar
 from laplace.posterior.schema import require_alike
 from laplace.posterior.task_prior import vector_of
 from laplace.predictive.positions import Positions
@@ -90,7 +90,7 @@ class Training:
     losses: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
 
-    def run(self, n_epochs: int, checkpoint: Any, progress_bar: bool, keep_best: bool) -> None:
+    def run(self, n_epochs: int, checkpoint: Any, progress_bar: bool | None, keep_best: bool) -> None:
         """Run the remaining epochs, and keep the last or the best weights and hyperparameters."""
         assert self.data.first is not None
         layout = self.la.runner.find_weights(self.data.first).layout
@@ -111,7 +111,7 @@ class Training:
                 except Exception as error:  # a file that was made by hand
                     raise files.damaged(checkpoint, f"its random state cannot be set ({error!r})") from error
                 self._restore(state)
-        with tqdm(total=n_epochs, initial=len(self.losses), disable=not progress_bar, unit="epoch") as bar:
+        with bar(progress_bar, total=n_epochs, initial=len(self.losses), unit="epoch") as progress:
             while len(self.losses) < n_epochs:
                 self.losses.append(self._epoch(layout))
                 if self.schedule.is_due(len(self.losses)):
@@ -123,8 +123,8 @@ class Training:
                     state = self._state() | {"settings": settings, "random": files.random_state(generators)}
                     files.save(state, checkpoint)
                 shown = {"loss": self.losses, "evidence": self.margliks}
-                bar.set_postfix({key: values[-1] for key, values in shown.items() if values})
-                bar.update()
+                progress.set_postfix({key: values[-1] for key, values in shown.items() if values})
+                progress.update()
         if self.best is not None:
             self._go_to(self.best)
 

@@ -76,10 +76,10 @@ def ordered(verdicts: list[Verdict]) -> list[Verdict]:
 def headline(verdicts: list[Verdict]) -> tuple[str, str]:
     """Return the grade of the whole, and one sentence."""
     grades = [verdict.grade for verdict in verdicts]
-    if any(verdict.about == "tiny" for verdict in verdicts):
-        return "warn", "There are too few test examples for a verdict."
     if bad := grades.count("bad"):
         return "bad", f"Do not rely on these uncertainties yet: {_count(bad + grades.count('warn'), 'thing')} to mend."
+    if any(verdict.about == "tiny" for verdict in verdicts):
+        return "warn", "There are too few test examples for a verdict."
     if warn := grades.count("warn"):
         return "warn", f"Usable, with {_count(warn, 'thing')} to look at."
     return "good", "You can rely on these uncertainties, on data like the test set."
