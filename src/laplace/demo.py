@@ -226,15 +226,15 @@ def _regression(out: Path, settings: Settings) -> list[Path]:
 
 
 def _truth_inside(grid: Tensor, mean: Tensor, sd: Tensor) -> str:  # (N,), (N,), (N,)
-    """Say on which share of the axis the true curve lies inside two epistemic standard deviations, and why not on all."""
+    """Say on which share of the axis the true curve lies inside two epistemic sd, and why not on all of it."""
     distance = (_curve(grid) - mean).abs() / sd
     share, worst = 100 * float((distance <= 2).double().mean()), float(grid[distance.argmax()])
     inside = f"In the figure, the truth lies in the inner band (mean +- 2 sd) on {share:.0f} % of the axis"
     if share == 100:
         return f"{inside}."
     return (
-        f"{inside}; it is furthest out at x = {worst:.1f}.\n  Where there is data the band is narrow, and a smooth network "
-        "is off by more than its noise-free doubt;\n  past the data's end nothing holds it."
+        f"{inside}; it is furthest out at x = {worst:.1f}.\n  Where there is data the band is narrow, and a smooth "
+        "network is off by more than its own doubt;\n  past the data's end nothing holds it."
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from laplace.evaluation.report.answers import Answers
-from laplace.evaluation.report.bootstrap import Estimate
 from laplace.evaluation.report.outside import Detected
 from laplace.evaluation.report.reading import LAPLACE, Reading, Reported
+from laplace.evaluation.report.resampling import Estimate
 from laplace.evaluation.report.scores import Measured
 from laplace.evaluation.report.verdicts import Thresholds
 

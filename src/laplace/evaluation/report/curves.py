@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from laplace.evaluation.report.answers import LEVELS, Answers
-from laplace.evaluation.report.bootstrap import Array
+from laplace.evaluation.report.resampling import Array
 from laplace.evaluation.report.scores import loss_of
 from laplace.evaluation.report.weighted import BINS, equal_width
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED
 from laplace.evaluation.report.svg import SERIES, Chart, swatch
 
-
 _DEEPEST: Final = 60.0  # nats below the best evidence that are shown
 
 

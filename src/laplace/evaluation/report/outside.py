@@ -7,9 +7,9 @@ from typing import Any, Final
 import numpy as np
 
 from laplace.evaluation.report.answers import Answers
-from laplace.evaluation.report.bootstrap import Array, Estimate, Resamples, interval
 from laplace.evaluation.report.curves import Curve, histograms
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED, Reading
+from laplace.evaluation.report.resampling import Array, Estimate, Resamples, interval
 from laplace.evaluation.report.weighted import Detector
 
 MEASURES: Final = ("auroc", "aupr", "fpr95")

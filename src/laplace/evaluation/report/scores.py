@@ -10,8 +10,8 @@ import numpy as np
 
 from laplace.evaluation.report import weighted
 from laplace.evaluation.report.answers import LEVELS, Answers
-from laplace.evaluation.report.bootstrap import Array, Estimate, Resamples, Weighted, bootstrap, interval
 from laplace.evaluation.report.reading import LAPLACE, Reading
+from laplace.evaluation.report.resampling import Array, Estimate, Resamples, Weighted, bootstrap, interval
 
 Make = Callable[[Answers, int], Weighted]
 

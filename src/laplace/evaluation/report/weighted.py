@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from laplace.evaluation.report.bootstrap import Array, Weighted
+from laplace.evaluation.report.resampling import Array, Weighted
 
 BINS: Final = 15
 Index = NDArray[np.int64]
