@@ -33,6 +33,7 @@ CONCEPTS = {
 }
 ROOMS = {
     "compat",
+    "conformal",
     "curvature",
     "decisions",
     "errors",
@@ -40,6 +41,7 @@ ROOMS = {
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

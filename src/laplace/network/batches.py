@@ -69,6 +69,11 @@ class Inputs:
     pairs: bool = False  # whether tensors hold pairs, (B, 2, ...), and the output is their difference
     shared: frozenset[int] | None = None  # indices of tensors that all examples share; None if unknown
 
+    @classmethod
+    def of(cls, x: Any, kwargs: Mapping[str, Any], keys: Keys, pairs: bool = False) -> Inputs:
+        """Return the inputs of a call. A single tensor is known to belong to the examples."""
+        return cls(x, kwargs, keys, pairs, frozenset() if isinstance(x, Tensor) and not kwargs else None)
+
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """Return the inputs with f applied to every tensor, keyword arguments included."""
         x = map_tensors(self.x, f)  # x first, as in `tensors`
@@ -286,17 +291,18 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
             f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or {_form(keys)}, or a "
             "mapping with the labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
         )
-    x = as_tensors(x, dtype_of(model))
-    y, given = as_tensors(y), as_tensors(given)
+    x = x if isinstance(x, Tensor) else as_tensors(x, dtype_of(model))
+    y, given = as_tensors(y), as_tensors(given) if given else given
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):
             came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
             raise InputError(f"the {what} of batch {index} {came}; a tensor is needed: torch.as_tensor(...).")
-    inputs = Inputs(x, keys=keys, pairs=keys.pairs)
+    inputs = Inputs.of(x, {}, keys, keys.pairs)
     if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys, model)):
         raise InputError(
             f"batch {index} has {described(x, {})} for {len(y)} labels; preferences are between the two inputs of "
-            "pairs, (B, 2, ...): torch.stack([first, second], 1)."
+            "pairs, (B, 2, ...): torch.stack([first, second], 1). A network that returns the scores of both inputs, "
+            "(B, 2), is a classifier: take likelihood='classification'."
         )
     if keys.pairs and isinstance(x, Mapping):
         inputs = replace(inputs, x=_read(model, x, keys))
@@ -352,7 +358,8 @@ def training_batches(
     for index, batch in enumerate(with_bar(loader, progress, what)):
         found = split(batch, keys, index, model)
         if found.y.shape[:1] != (0,):
-            if found.inputs.tensors() and all(t.shape[:1] == (0,) for t in found.inputs.tensors()):
+            given = found.inputs.tensors()
+            if given and all(t.shape[:1] == (0,) for t in given):
                 raise InputError(f"batch {index}: {len(found.y)} labels for 0 inputs.")
             yield _read_in(found, device)
 
@@ -364,7 +371,7 @@ def _read_in(batch: Batch, device: torch.device) -> Batch:
     tensors. They are small, so we always copy them. Inputs are copied by whoever keeps them.
     """
     given = {key: value.to(device, copy=True) for key, value in batch.given.items()}
-    return replace(batch, inputs=batch.inputs.to(device), y=batch.y.to(device, copy=True), given=given)
+    return Batch(batch.index, batch.inputs.to(device), batch.y.to(device, copy=True), given)
 
 
 def given_by_name(x: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -386,7 +393,7 @@ def prediction_batches(
     """
     x = dataloader_of(x, "predict")
     if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x) or is_graph(x):
-        yield "", Inputs(x, kwargs, keys)
+        yield "", Inputs.of(x, kwargs, keys)
         return
     if not isinstance(x, Iterable):
         raise InputError(

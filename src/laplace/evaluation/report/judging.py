@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,9 +16,14 @@ _MANY = 0.05  # share of the test examples from where on a leak spoils all score
 
 
 def judge(case: Case) -> list[Verdict]:
-    """Return all verdicts, in the order of the rules."""
-    rules = (_stale, _tiny, _in_common, _degenerate, _calibration, _coverage, against, _prior, outside, selective)
-    return [verdict for rule in rules for verdict in rule(case)]
+    """Return all verdicts, in the order of the rules. What so few examples say is never grave."""
+    facts = (_stale, _tiny, _in_common, _degenerate)
+    estimates = (_calibration, _coverage, against, _prior, outside, selective)
+    found = [verdict for rule in facts for verdict in rule(case)]
+    estimated = [verdict for rule in estimates for verdict in rule(case)]
+    if case.test.n < case.thresholds.smallest:
+        estimated = [replace(each, grade="warn") if each.grade == "bad" else each for each in estimated]
+    return found + estimated
 
 
 def _stale(case: Case) -> Iterator[Verdict]:

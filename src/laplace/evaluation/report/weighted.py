@@ -42,15 +42,18 @@ def calibration_error(confidence: Array, correct: Array, largest: bool = False) 
 
 
 def adaptive_error(confidence: Array, correct: Array) -> Weighted:  # (N,), (N,)
-    """Return the expected calibration error over bins that hold equally many rows."""
+    """Return the expected calibration error over bins between quantiles of the confidence."""
     order = np.argsort(confidence, kind="stable")
-    gap = (correct - confidence)[order]
+    ranked, gap = confidence[order], (correct - confidence)[order]
 
     def score(w: Array) -> float:
         w = w[order]
-        before = np.cumsum(w) - w
-        index = np.minimum((before * BINS / w.sum()).astype(np.int64), BINS - 1)
-        return float(np.abs(np.bincount(index, w * gap, minlength=BINS)).sum() / w.sum())
+        upto = np.cumsum(w)  # rows up to here, each as often as it was drawn
+        place = np.linspace(0, 1, BINS + 1)[1:-1] * (upto[-1] - 1)
+        below, above = (ranked[np.searchsorted(upto, k, side="right")] for k in (np.floor(place), np.ceil(place)))
+        edges = below + (above - below) * (place - np.floor(place))  # as np.quantile interpolates
+        index = np.searchsorted(edges, ranked, side="left")
+        return float(np.abs(np.bincount(index, w * gap, minlength=BINS)).sum() / upto[-1])
 
     return score
 

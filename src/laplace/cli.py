@@ -1,4 +1,4 @@
-"""The arguments of the command `laplace`. They stand outside the package, whose import takes seconds for torch."""
+"""The command `laplace`: its arguments. Run by `laplace_command`, before the library is imported."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from laplace.cli.report import run
+    from laplace.commands.report import run
     from laplace.errors import LaplaceError
 
     try:

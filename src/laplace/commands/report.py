@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace.cli.files import Table, read
+from laplace.commands.files import Table, read
 from laplace.errors import CheckpointError, InputError, OptionError
 from laplace.evaluation.report.call import report
 from laplace.evaluation.report.result import Report
