@@ -1,6 +1,7 @@
 """The reports of the documentation's gallery, on real data: FashionMNIST, and the power plant of the UCI sets.
 
     python experiments/gallery.py --data FOLDER [--out docs/gallery] [--only fashion_mnist power_plant]
+    python experiments/gallery.py --picture docs/figures/report.png      # the top of the first page, by Chromium
 
 FOLDER holds fashion_mnist.npz (x_train, y_train, x_test, y_test; uint8 images), mnist.npz, kmnist.npz and notmnist.npz
 (x_test), and uci/power.npz (X, y, train_idx, test_idx). A few minutes of CPU time on one thread.
@@ -9,6 +10,7 @@ FOLDER holds fashion_mnist.npz (x_train, y_train, x_test, y_test; uint8 images),
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +142,18 @@ def some(x: Tensor) -> Tensor:
     return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(42))[:OUTSIDE]]
 
 
+def picture(page: Path, out: Path) -> None:
+    """Draw the top of a page, as a reader on a desktop sees it."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1160, "height": 1000})
+        tab.goto(page.resolve().as_uri())
+        tab.screenshot(path=out)
+        browser.close()
+
+
 GALLERY = {"fashion_mnist": fashion_mnist, "power_plant": power_plant}
 
 if __name__ == "__main__":
@@ -147,7 +161,11 @@ if __name__ == "__main__":
     parser.add_argument("--data", help="the folder of the data")
     parser.add_argument("--out", type=Path, default=Path("docs/gallery"), help="where the pages go")
     parser.add_argument("--only", nargs="*", choices=GALLERY, default=list(GALLERY))
+    parser.add_argument("--picture", type=Path, help="draws the page of FashionMNIST that is there, and does no more")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.picture is not None:
+        picture(arguments.out / "fashion_mnist.html", arguments.picture)
+        arguments.only = []
     for name in arguments.only:
         GALLERY[name](arguments.data, arguments.out)

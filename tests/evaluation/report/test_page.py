@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import KINDS, given
 
 STYLE = Path(laplace.__file__).parent / "evaluation" / "report" / "page.css"
+GALLERY = Path(__file__).parents[3] / "docs" / "gallery"
 VOID = {"meta", "img", "br"}
 EVIL = "<script>alert('x')</script> & \"q\""
 
@@ -145,6 +147,21 @@ def test_rows_have_the_names_of_their_features_and_functions_may_write_texts():
     assert "<dt>x2</dt>" in html
     html = laplace.report(case.la, case.test, examples=lambda x: f"first {x[0]:.1f}", out=None, n_bootstrap=20).html
     assert "<p>first " in html
+
+
+@pytest.mark.parametrize("path", sorted(GALLERY.glob("*.html")), ids=lambda path: path.stem)
+def test_the_pages_of_the_gallery_are_small_and_whole(path):
+    assert path.stat().st_size < 2_000_000
+    html = path.read_text()
+    tags = parsed(html)
+    data = json.loads(path.with_suffix(".json").read_text())
+    assert data["headline"]["text"] in html
+    assert not re.search(r"/(home|root|Users|tmp|work)/", html)
+    assert "script" not in {tag for tag, _ in tags.seen}
+
+
+def test_there_are_two_pages_in_the_gallery():
+    assert {path.stem for path in GALLERY.glob("*.html")} == {"fashion_mnist", "power_plant"}
 
 
 # ---- the style ------------------------------------------------------------------------------------------------------

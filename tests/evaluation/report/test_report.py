@@ -18,6 +18,7 @@ from laplace import evaluation as metrics
 from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
 from laplace.evaluation import Report, Thresholds
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED
+from laplace.rivals import Ensemble
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import KINDS, given
@@ -172,6 +173,17 @@ def test_another_posterior_stands_beside_as_a_source():
         made(sources={"Laplace": wide})
     with pytest.raises(OptionError, match="Source is needed"):
         made(sources={"net": nn.Linear(2, 2)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_ensemble_stands_beside_as_a_source(kind):
+    case = given(kind)
+    noise = {"sigma_noise": float(case.la.sigma_noise)} if kind == "regression" else {}
+    report = made(kind, sources={"two networks": Ensemble([case.la.model] * 2, KINDS[kind], **noise)})
+    mine, alone = report.data["scores"]["two networks"], report.data["scores"][NETWORK]
+    for key in mine:  # of one network twice, it is that network
+        if key not in ("mce", "aurc", "pit"):
+            assert mine[key]["value"] == pytest.approx(alone[key]["value"], rel=1e-3, abs=1e-4), key
 
 
 # ---- the verdicts ---------------------------------------------------------------------------------------------------

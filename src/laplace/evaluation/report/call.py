@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from laplace.checks import flag, path_of, shown, whole_number
+from laplace.checks import flag_or_none, path_of, shown, whole_number
 from laplace.errors import OptionError, UnsupportedError
 from laplace.evaluation.report.making import Maker, plain
 from laplace.evaluation.report.page import page
@@ -42,7 +42,7 @@ def report(
     thresholds: Thresholds | None = None,
     n_bootstrap: int = 500,
     seed: int = 0,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> Report:
     """Say how far a network can be trusted, on one page: verdicts in words, scores side by side, figures, examples.
 
@@ -69,7 +69,7 @@ def report(
         thresholds: From where on there is fault to find; see `Thresholds`.
         n_bootstrap: How many resamples the intervals are made of.
         seed: What they, and the draws of predictions, are drawn by.
-        progress_bar: Whether one is shown.
+        progress_bar: Whether one is shown; None shows one in a terminal after a few seconds.
 
     Returns:
         A `Report`: its verdicts, its numbers as a dict, its page. It prints as a summary.
@@ -91,7 +91,7 @@ def report(
     show, ood, shifts = _checked_show(examples), _named(ood, "ood"), _named(shifts, "shifts")
     if not isinstance(title, str):
         raise OptionError(f"title={shown(title)} must be a string.")
-    maker = Maker(la, others, limits, n_bootstrap, seed, flag(progress_bar, "progress_bar"))
+    maker = Maker(la, others, limits, n_bootstrap, seed, flag_or_none(progress_bar, "progress_bar"))
     changed = la.runner.changed(posterior.fit.mean, thoroughly=True)
     data = maker.made(test_loader, ood, val_loader, train_loader, shifts, show)
     data = {"format": FORMAT, "title": title} | maker.judged(data, changed)

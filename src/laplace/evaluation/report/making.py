@@ -43,7 +43,13 @@ class Maker:
     """Makes the numbers of a report, one section after the other."""
 
     def __init__(
-        self, la: Reported, others: Mapping[str, Source], limits: Thresholds, n_bootstrap: int, seed: int, bar: bool
+        self,
+        la: Reported,
+        others: Mapping[str, Source],
+        limits: Thresholds,
+        n_bootstrap: int,
+        seed: int,
+        bar: bool | None | None,
     ) -> None:
         self.la, self.others, self.limits = la, others, limits
         self.n_bootstrap, self.seed, self.bar = n_bootstrap, seed, bar

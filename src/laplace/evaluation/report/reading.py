@@ -116,7 +116,7 @@ class Reader:
     others: Mapping[str, Source]
     scale: Scale | None
     seed: int
-    progress_bar: bool
+    progress_bar: bool | None
 
     def read(self, loader: Any, what: str, shelves: Shelves, labelled: bool = True) -> Reading:
         """Return the answers of all methods. Raises InputError if there is no example.
@@ -221,7 +221,7 @@ def first_of(loader: Iterable[Any], most: int, key: str) -> Iterator[Any]:
             return
 
 
-def found_scale(la: Reported, loader: Any, progress_bar: bool) -> Scale | str:
+def found_scale(la: Reported, loader: Any, progress_bar: bool | None) -> Scale | str:
     """Return the scale that makes the network itself best on validation data, or why there is none.
 
     The softmax temperature of logits, or the noise of a regression: the one with the lowest mean negative
