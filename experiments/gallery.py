@@ -1,6 +1,6 @@
 """The reports of the documentation's gallery, on real data: FashionMNIST, and the power plant of the UCI sets.
 
-    python experiments/gallery.py --data FOLDER [--out docs/gallery] [--only fashion_mnist power_plant]
+    python experiments/gallery.py --data FOLDER [--out docs/gallery] [--only fashion_mnist power_plant] [--cache FOLDER]
     python experiments/gallery.py --picture docs/figures/report.png      # the top of the first page, by Chromium
 
 FOLDER holds fashion_mnist.npz (x_train, y_train, x_test, y_test; uint8 images), mnist.npz, kmnist.npz and notmnist.npz
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,7 +28,7 @@ VALIDATION, OUTSIDE = 2000, 2000
 HOTTEST = 30.0  # degrees; hotter days are not trained on
 
 
-def fashion_mnist(folder: str | None, out: Path) -> None:
+def fashion_mnist(folder: str | None, out: Path, cache: Path | None) -> None:
     """A convolutional network, its last layer calibrated on 2,000 images; other images of the same size are unknown."""
     raw = arrays("fashion_mnist", folder)
     order = torch.randperm(len(raw["y_test"]), generator=torch.Generator().manual_seed(42))
@@ -49,7 +50,7 @@ def fashion_mnist(folder: str | None, out: Path) -> None:
         nn.ReLU(),
         nn.Linear(96, 10),
     )
-    fit(model, train, nn.functional.cross_entropy, epochs=12)
+    trained(model, train, cache)
     la = Laplace(model, "classification").fit(train)
     print(la.calibrate([(x[val], y[val])]))
     noise = {
@@ -69,7 +70,7 @@ def fashion_mnist(folder: str | None, out: Path) -> None:
     print(found)
 
 
-def power_plant(folder: str | None, out: Path) -> None:
+def power_plant(folder: str | None, out: Path, cache: Path | None) -> None:
     """The output of a power plant on days below 30 degrees; hotter days are the unknown kind."""
     raw = arrays("uci/power", folder)
     x, y = (torch.from_numpy(raw[key]).float() for key in ("X", "y"))
@@ -112,6 +113,19 @@ class Scaled(nn.Module):
 
     def forward(self, f: Tensor) -> Tensor:
         return self.centre + self.scale * f
+
+
+def trained(model: nn.Module, loader: DataLoader, cache: Path | None) -> None:
+    """Train the classifier, or load its weights if they were kept."""
+    path = None if cache is None else cache / "gallery_fashion_mnist.safetensors"
+    if path is not None and path.exists():
+        model.load_state_dict(load_file(path))
+        model.eval()
+        return
+    fit(model, loader, nn.functional.cross_entropy, epochs=12)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(model.state_dict(), path)
 
 
 def fit(model: nn.Module, loader: DataLoader, loss: object, epochs: int) -> None:
@@ -160,6 +174,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="the folder of the data")
     parser.add_argument("--out", type=Path, default=Path("docs/gallery"), help="where the pages go")
+    parser.add_argument("--cache", type=Path, help="where the trained classifier is kept, to be read the next time")
     parser.add_argument("--only", nargs="*", choices=GALLERY, default=list(GALLERY))
     parser.add_argument("--picture", type=Path, help="draws the page of FashionMNIST that is there, and does no more")
     arguments = parser.parse_args()
@@ -168,4 +183,4 @@ if __name__ == "__main__":
         picture(arguments.out / "fashion_mnist.html", arguments.picture)
         arguments.only = []
     for name in arguments.only:
-        GALLERY[name](arguments.data, arguments.out)
+        GALLERY[name](arguments.data, arguments.out, arguments.cache)

@@ -233,8 +233,8 @@ def _truth_inside(grid: Tensor, mean: Tensor, sd: Tensor) -> str:  # (N,), (N,),
     if share == 100:
         return f"{inside}."
     return (
-        f"{inside}; it is furthest out at x = {worst:.1f}.\n  Where there is data the band is narrow, and a smooth "
-        "network is off by more than its own doubt;\n  past the data's end nothing holds it."
+        f"{inside}; it is furthest out at x = {worst:.1f}.\n  Two sd leave out 5 % anyway; and where the band is "
+        "narrow, a smooth network may be off by more than that."
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import laplace
-from laplace import Laplace, from_log_prob
+from laplace import Laplace, Ordinal, from_log_prob
 from laplace import evaluation as metrics
 from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
 from laplace.evaluation import Report, Thresholds
@@ -145,6 +145,32 @@ def test_every_kind_has_a_whole_page_and_a_json_without_nan(kind, tmp_path):
         assert f'id="figure-{figure}"' in report.html
     assert report.headline in repr(report)
     assert "<iframe" in report._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["binary", "heteroscedastic", "given_noise", "ordinal"])
+def test_the_other_likelihoods_have_a_page_too(name):
+    torch.manual_seed(0)
+    x, noise = torch.randn(240, 3), 0.1 + torch.rand(240, 1)
+    y = {
+        "binary": (x[:, :1] > 0).float(),
+        "heteroscedastic": x[:, :1] + 0.2 * torch.randn(240, 1),
+        "given_noise": x[:, :1] + noise * torch.randn(240, 1),
+        "ordinal": (x[:, 0] > 0).long() + (x[:, 0] > 1).long(),
+    }[name]
+    batch = (x, y, noise) if name == "given_noise" else (x, y)
+    model = nn.Linear(3, 2 if name == "heteroscedastic" else 1)
+    la = Laplace(model, Ordinal(3) if name == "ordinal" else name).fit([batch])
+    report = laplace.report(la, [batch], ood={"far": 5 * x}, val_loader=[batch], out=None, n_bootstrap=20)
+    assert report.data["kind"] == {"binary": "labels", "ordinal": "classes"}.get(name, "regression")
+    assert (SCALED in report.data["scores"]) == (name in ("binary", "given_noise"))
+    f = model(x).detach().double()
+    if name == "given_noise":
+        expected = -torch.distributions.Normal(f, noise.double()).log_prob(y.double()).mean()
+        assert report.score(NETWORK, "nll") == pytest.approx(float(expected), rel=1e-5)
+        assert report.score(NETWORK, "sharpness") == pytest.approx(float(noise.square().mean().sqrt()), rel=1e-5)
+    if name == "binary":
+        assert report.score(NETWORK, "ece") == pytest.approx(metrics.binary_ece(f.sigmoid(), y), abs=1e-6)
+        assert report.score(NETWORK, "brier") == pytest.approx(metrics.binary_brier(f.sigmoid(), y), abs=1e-6)
 
 
 def test_a_report_does_not_depend_on_the_batches_and_repeats_itself():
