@@ -59,7 +59,7 @@ def narrows(test: ast.expr) -> bool:
     return isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
 
 
-# `laplace report --model MODULE:NAME` imports the network that the user names on the command line, as `python -m` would.
+# `laplace report --model MODULE:NAME` imports the network that the user names, as `python -m MODULE` would.
 NAMED_BY_THE_USER = ("commands/report.py", "an import by a name that is not written down")
 
 
