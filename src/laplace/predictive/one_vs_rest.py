@@ -24,6 +24,8 @@ divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import torch
@@ -36,13 +38,23 @@ from laplace.linalg.tracing import is_traced
 _WEIGHTS: Final = (0.013963, 0.086665, 0.24754, 0.361792, 0.242455, 0.047585)
 _MEANS: Final = (-4.344017, -2.622038, -1.335131, -0.340352, 0.458234, 1.144439)
 _VARIANCES: Final = (2.774858, 1.307589, 0.669848, 0.369361, 0.216169, 0.131194)
-_NODES: Final = ((0.0, 8 / 15), (1.355626179974266, 0.2220759220056126), (2.856970013872806, 0.01125741132772069))
+_NODES: Final = (  # of five points for a normal variate, with their weights
+    (0.0, 8 / 15),
+    (1.355626179974266, 0.2220759220056126),
+    (-1.355626179974266, 0.2220759220056126),
+    (2.856970013872806, 0.01125741132772069),
+    (-2.856970013872806, 0.01125741132772069),
+)
 _NARROW, _WIDE = 0.1, 0.3  # below the first u the nodes are used alone, above the second the mixture
 _GUMBEL_MEAN, _GUMBEL_VARIANCE = 0.5772156649, math.pi**2 / 6
 _POINTS = 20  # at which the integral over y is evaluated
 _SEARCHED = (1 / 1024, 1 / 256, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the integrand is looked for first
+_QUARTERS = (0.25, 0.5, 0.75)  # then twice between two of them, or in one go with the same result
+_SIXTEENTHS = tuple(k / 16 for k in range(1, 16))
 _FLANK = 0.12  # the first distance between points, as a share of the integrand's left flank
 _LEFT, _RIGHT = 9.0, 5e-5  # -log of the distribution function of the largest, where the integral starts and ends
+_LEVELS = (math.log(_LEFT), 0.0, math.log(_RIGHT))
+_FEW = 2**13  # numbers that are computed at once, whatever they are
 _CHUNK = 2**17  # numbers at a time: few enough to stay in a processor's cache
 
 
@@ -93,12 +105,19 @@ def _log_hazard(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n
 
 
 def _by_mixture(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    density, below = torch.zeros_like(a), torch.zeros_like(a)
-    for weight, mean, variance in zip(_WEIGHTS, _MEANS, _VARIANCES, strict=True):
-        scale = (2 * (u + variance)).rsqrt()
-        z = (a - mean) * scale
-        below.add_(torch.erfc(z), alpha=weight / 2)
-        density.addcmul_(z.square().neg_().exp_(), weight / math.sqrt(math.pi) * scale)
+    if _all_at_once(a, len(_WEIGHTS)):
+        weights, means, variances = _columns((_WEIGHTS, _MEANS, _VARIANCES), a)
+        scale = (2 * (u + variances)).rsqrt()
+        z = (a - means) * scale
+        below = (weights / 2 * torch.erfc(z)).sum(0)
+        density = (weights / math.sqrt(math.pi) * scale * (-z.square()).exp()).sum(0)
+    else:
+        density, below = torch.zeros_like(a), torch.zeros_like(a)
+        for weight, mean, variance in zip(_WEIGHTS, _MEANS, _VARIANCES, strict=True):
+            scale = (2 * (u + variance)).rsqrt()
+            z = (a - mean) * scale
+            below.add_(torch.erfc(z), alpha=weight / 2)
+            density.addcmul_(z.square().neg_().exp_(), weight / math.sqrt(math.pi) * scale)
     log_below = _log(below)
     # Jensen's bound, e^(a + u/2) exp(-e^(a + 3u/2)): sharp far below y, where the mixture's tail falls too fast
     bound = a + u / 2 - (a + 1.5 * u).clamp(max=50).exp()
@@ -106,12 +125,17 @@ def _by_mixture(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_nodes(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    density, below = torch.zeros_like(a), torch.zeros_like(a)
     spread = u.clamp(torch.finfo(u.dtype).tiny, _WIDE).sqrt()  # whose derivative is finite at u = 0
     a = a.clamp(max=50)  # where both are 0, and finite in float32
     shift = a.clamp(max=0)  # so that the density far below y does not underflow
-    for node, weight in _NODES:
-        for x in {node: None, -node: None}:  # once for the node at 0
+    if _all_at_once(a, len(_NODES)):
+        nodes, weights = _columns([*zip(*_NODES, strict=True)], a)
+        moved = spread * nodes
+        each = weights * (-(a + moved).exp()).exp()
+        below, density = each.sum(0), (each * (a - shift + moved).exp()).sum(0)
+    else:
+        density, below = torch.zeros_like(a), torch.zeros_like(a)
+        for x, weight in _NODES:
             rate = (a + spread * x).exp()
             each = weight * (-rate).exp()
             below.add_(each)
@@ -123,12 +147,12 @@ def _by_nodes(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def _spacing(f: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), (n, C) -> (n, 1) each
     """Return the first y, the distance of the second from it, and k, the logarithm by which distances grow."""
     mean, spread, c = f + _GUMBEL_MEAN, (u + _GUMBEL_VARIANCE).sqrt(), f.shape[1]
-    levels = torch.tensor([_LEFT, 1.0, _RIGHT], dtype=f.dtype, device=f.device).log()
+    levels = _vector(_LEVELS, f)
     low = (mean - math.sqrt(2 * _LEFT) * spread).amax(1, keepdim=True).expand(-1, 3)
     high = (mean + math.sqrt(2 * math.log(c / _RIGHT)) * spread).amax(1, keepdim=True)
     high = torch.maximum(high, (f + u / 2).amax(1, keepdim=True) + math.log(c / _RIGHT)).expand(-1, 3)
-    for shares in (_SEARCHED, (0.25, 0.5, 0.75), (0.25, 0.5, 0.75)):
-        steps = torch.tensor(shares, dtype=f.dtype, device=f.device)
+    for shares in (_SEARCHED, *((_SIXTEENTHS,) if _all_at_once(f, 3 * len(_SIXTEENTHS)) else (_QUARTERS, _QUARTERS))):
+        steps = _vector(shares, f)
         y = low.unsqueeze(2) + (high - low).unsqueeze(2) * steps  # (n, 3, points)
         found = _log_depth(y[:, :1] if shares is _SEARCHED else y, f, u, spread).expand_as(y)
         after = (found > levels.unsqueeze(1)).sum(2, keepdim=True)
@@ -152,12 +176,36 @@ def _log_depth(y: Tensor, f: Tensor, u: Tensor, spread: Tensor) -> Tensor:  # (n
 
 
 def _growth(ratio: Tensor) -> Tensor:
-    """Return x > 0 with (e^x - 1) / x = ratio, by Newton's steps on its logarithm; 1e-3 for a ratio of 1."""
-    x = (2 * (ratio - 1)).clamp(min=1e-3).minimum(2 * ratio.log() + 1)
-    for _ in range(6):
-        value = torch.log(torch.expm1(x) / x) - ratio.log()
+    """Return x > 0 with (e^x - 1) / x = ratio, to 1e-6, by Newton's steps on its logarithm; 1e-3 for a ratio of 1."""
+    log = ratio.log()
+    x = (2 * log - log.square() / (6 + log)).clamp(min=1e-3)
+    for _ in range(2):
+        value = torch.log(torch.expm1(x) / x) - log
         x = (x - value / (1 / -torch.expm1(-x) - 1 / x)).clamp(min=1e-3)
     return x
+
+
+def _all_at_once(a: Tensor, terms: int) -> bool:
+    """Whether a sum of terms is so small that calling operations takes longer than they compute."""
+    return not is_traced() and terms * a.numel() <= _FEW
+
+
+@cache
+def _kept(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # whose tensors autograd could not use later
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _vector(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return constants as a tensor, which is made once."""
+    if is_traced():  # a recorded graph has constants of its own
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+    return _kept(values, like.dtype, like.device)
+
+
+def _columns(rows: Sequence[tuple[float, ...]], like: Tensor) -> list[Tensor]:
+    """Return rows of constants, each as a tensor of shape (terms, 1, 1, 1)."""
+    return [_vector(row, like)[:, None, None, None] for row in rows]
 
 
 def _log(x: Tensor) -> Tensor:
