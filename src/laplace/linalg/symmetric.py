@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import NumericalError, warn
-from laplace.linalg.conditioning import float32_decomposition_may_suffice, float32_decomposition_suffices
+from laplace.linalg.conditioning import least_in_float32, may_exceed
 
 EIGH = 6.0  # cost of an eigendecomposition, in multiplications per D^3
 SYMMETRIC = 0.6  # cost of `gram`, as a share of the full product
@@ -160,9 +160,10 @@ def eigh(
     found = None
     if d > _WIDE and single and not ties and dtype == torch.float32:
         rounded = work.float().reshape(d, d)
-        if float32_decomposition_may_suffice(rounded, constant):
+        least = least_in_float32(rounded)
+        if may_exceed(rounded, least, constant):
             found = decompose(rounded)
-            found = found if float32_decomposition_suffices(rounded, found[0], constant) else None
+            found = found if found[0][int(constant)] >= least else None
     if found is None:
         found = decompose(work.reshape(d, d) if single else work)
     values, vectors = found[0].reshape(matrix.shape[:-1]), found[1].reshape(matrix.shape)
