@@ -29,9 +29,11 @@ CONCEPTS = {
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 }
 ROOMS = {
     "compat",
+    "conformal",
     "curvature",
     "decisions",
     "errors",
@@ -39,6 +41,7 @@ ROOMS = {
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

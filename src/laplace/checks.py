@@ -66,7 +66,10 @@ def flag(value: object, what: str) -> bool:
 
 def flag_or_none(value: object, what: str) -> bool | None:
     """Return True, False, or None, which leaves the choice to us."""
-    return None if value is None else flag(value, what)
+    try:
+        return None if value is None else flag(value, what)
+    except OptionError as error:
+        raise OptionError(f"{what}={shown(value)} must be True, False or None.") from error
 
 
 def path_of(value: Any, what: str) -> Path:

@@ -227,7 +227,7 @@ def _previewed(la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callab
     counter = FlopCounterMode(display=False)
     with counter:
         forward = engine.forward(inputs)
-    forward, targets = counted(forward, few, la.likelihood)
+    forward, targets, _ = counted(forward, few, la.likelihood)
     f, y = forward.outputs, targets.y
     n, once = forward.positions.n, counter.get_total_flops()
     with torch.no_grad():

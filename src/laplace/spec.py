@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laplace.budget import Budget
 from laplace.checks import choice, did_you_mean, shown, unchanged, whole_number
 from laplace.curvature import CURVATURES, GGN, Drawn, Estimator
-from laplace.errors import ModelError, OptionError, UnsupportedError
+from laplace.errors import ArgumentError, ModelError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.network.batches import Keys
 from laplace.predictive.positions import class_dim_of
@@ -39,6 +39,8 @@ STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # the defaults
     "seed": 0,
     "independent_outputs": False,
     "functional_approximation": "sod",
+    "inducing": "random",
+    "inducing_steps": 0,
 }
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
@@ -63,6 +65,8 @@ class TrainingOptions(TypedDict, total=False):
     seed: int
     independent_outputs: bool
     functional_approximation: str
+    inducing: Any
+    inducing_steps: int
     memory_budget: int | None
     class_dim: int | None
     backend_kwargs: Mapping[str, Any] | None
@@ -220,11 +224,6 @@ def _of_gp(approximation: str) -> str:
 
 def _functional_named(approximation: Any) -> type[Structure]:
     """Return the structure for an approximation of a posterior over functions."""
-    if str(getattr(approximation, "value", approximation)) == "variational":
-        raise UnsupportedError(
-            "functional_approximation='variational' trains inducing points; these approximations train nothing. "
-            "Take 'sod' (a subset of the data) or 'nystrom' (all data in a few directions)."
-        )
     return FUNCTIONAL[choice(approximation, FUNCTIONAL, "functional_approximation")]
 
 
@@ -280,12 +279,12 @@ def estimator_named(
 def name_of_backend(backend: Any) -> str | None:
     """Return the name of a backend that is given by name, as a class, or as an object of that class.
 
-    An object that was read from a posterior (`la.backend`) knows in `asked_for` which one was asked for there, if any.
+    An object that was read from a posterior (`la.backend`) knows in `_asked_for` which one was asked for there, if any.
     """
     if backend is None or isinstance(backend, str):
         return backend
-    if hasattr(backend, "asked_for"):
-        return backend.asked_for
+    if hasattr(backend, "_asked_for"):
+        return backend._asked_for
     return getattr(backend, "__name__", type(backend).__name__)
 
 
@@ -305,7 +304,7 @@ def _of_backend(name: Any, backend: str | None, backend_kwargs: Mapping[str, Any
 
 
 def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn a call with a wrong keyword, or without a needed argument, into an OptionError that says what to write.
+    """Turn a call with a wrong keyword, or without a needed argument, into an error that says what to write.
 
     Type checkers see the function's own signature, so that they find the typo, too. If it ends with
     `**options: Unpack[...]`, the keys of that TypedDict are allowed. If it ends with `**model_kwargs`, these go to the
@@ -369,7 +368,7 @@ class _Call:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             write = f"Write {self.owner}({', '.join(self.needed)}); see help({self.owner})."
-            raise OptionError(f"{self.owner}: {error}. {write}") from None
+            raise ArgumentError(f"{self.owner}: {error}. {write}") from None
 
     def strange(self, kwargs: Mapping[str, Any]) -> list[str]:
         """Return the keywords that go to the network. Refuse others that are not known."""
@@ -378,10 +377,10 @@ class _Call:
             raise self.refused(strange[0])
         return strange
 
-    def refused(self, name: str, where: str = "") -> OptionError:
+    def refused(self, name: str, where: str = "") -> ArgumentError:
         """Return the error about an unknown keyword."""
         hint = did_you_mean(name, sorted(self.known - {"self"})) or f" See help({self.owner})."
-        return OptionError(f"{self.owner} has no option {name!r}{where}.{hint}")
+        return ArgumentError(f"{self.owner} has no option {name!r}{where}.{hint}")
 
 
 def _unpacked(annotation: str) -> Iterable[str]:

@@ -229,7 +229,7 @@ def test_wrong_input_is_refused():
     with pytest.raises(UnsupportedError, match="has no scores for a pool"):
         score(counts, POOL)
     labels = Laplace(network(2), "multilabel").fit([(X, torch.ones(12, 2).double())])
-    with pytest.raises(UnsupportedError, match="with 2 outputs has no scores"):
+    with pytest.raises(UnsupportedError, match="'multilabel' has no scores"):
         score(labels, POOL)
     functions = Laplace(network(3), "classification", "all", "gp").fit([(X, torch.arange(12) % 3)])
     assert score(functions, POOL).shape == (5,)

@@ -247,11 +247,14 @@ class Moments(Protocol):
         ...
 
     def trace(self) -> Tensor | None:
-        """Return tr H, or None if that would need all of H."""
+        """Return tr H in float64, or None if that would need all of H."""
         ...
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:
-        """Return the sum of (U^T G) (U^T G)^T for the rows U^T, (r, p) of each parameter: (r, r)."""
+        """Return the sum of (U^T G) (U^T G)^T for the rows U^T, (r, p) of each parameter: (r, r).
+
+        Steps in float64 are multiplied in float64.
+        """
         ...
 
 

@@ -144,6 +144,10 @@ class Network:
         self.plan = make_plan(self.replica, self.weights.layout.whole, inputs, learned)
         return self.plan
 
+    def relearn(self, inputs: Inputs, learned: Learned) -> None:
+        """Make the plan again from more facts, which other processes have found."""
+        self._make_plan(inputs.normal_tensors(), learned)
+
     def readable(self, inputs: Inputs, plan: Plan) -> Inputs:
         """Return the inputs, cloned if the network writes to them, because they are read again."""
         return inputs.map(torch.clone) if plan.learned.writes else inputs
@@ -431,10 +435,11 @@ class NetworkMoments:
         return total
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
-        return gram(along(self.parameters, steps).flatten(1).T.double())
+        uses = [use.double() for use in self.parameters] if steps[0].dtype == torch.float64 else self.parameters
+        return gram(along(uses, steps).flatten(1).T.double())
 
     def trace(self) -> Tensor:
-        return torch.stack([use.trace() for use in self.parameters]).sum()
+        return torch.stack([use.double().trace() for use in self.parameters]).sum()
 
 
 def _doubled(t: Tensor) -> Tensor:

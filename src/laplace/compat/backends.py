@@ -56,10 +56,13 @@ class CurvatureInterface:
         dict_key_y: of inputs that are mappings, the key of the labels.
         stochastic: of GGN, whether to draw labels from the model.
         num_samples: how many, for each example.
+
+    Attributes:
+        asked_for: of `la.backend`, the name of the backend that was asked for there, or None.
     """
 
     _kind: ClassVar[str | None] = None
-    asked_for: str | None
+    _asked_for: str | None
 
     def __init__(
         self,
@@ -401,7 +404,7 @@ def backend_of(la: Any) -> CurvatureInterface:
         dict_key_y=la.dict_key_y,
         stochastic=stochastic,
     )
-    backend.asked_for = la.backend_name  # so that `Laplace(..., backend=la.backend)` asks for the same
+    backend._asked_for = la.backend_name  # so that `Laplace(..., backend=la.backend)` asks for the same
     return backend
 
 

@@ -162,10 +162,10 @@ def score(
 def _is_regression(la: Source) -> bool:
     """Whether y is real. Refuse what is neither that nor one of several classes."""
     likelihood = la.likelihood
-    if isinstance(likelihood, OneOfSeveral) or (isinstance(likelihood, Bernoulli) and la.n_outputs == 1):
+    if isinstance(likelihood, (OneOfSeveral, Bernoulli)):
         return False
     if likelihood.response.links or isinstance(likelihood.response, Latent):
-        raise UnsupportedError(f"{likelihood.name!r} with {la.n_outputs} outputs has no scores for a pool. {_USE}")
+        raise UnsupportedError(f"{likelihood.name!r} has no scores for a pool. {_USE}")
     return True
 
 

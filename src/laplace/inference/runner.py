@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.backprop.audit import EXAMPLES
 from laplace.curvature import GGN, Estimator, Sketch
+from laplace.distributed.groups import world_size
 from laplace.errors import (
     InputError,
     LaplaceWarning,
@@ -45,7 +46,8 @@ class Runner:
     """Holds a network with the user's options, and facts that running it has shown.
 
     Attributes:
-        model: the network. It is never changed.
+        model: the network, without wrappers that spread it over processes. It is never changed.
+        wrapped: the name of the class that did, if one did.
         spec: the user's options.
         enable_backprop: whether gradients flow from predictions to the inputs.
         weights: the uncertain weights. None until they are found.
@@ -55,8 +57,10 @@ class Runner:
         next_tokens: whether labels have to be shifted to the next positions. None until a batch tells.
     """
 
-    def __init__(self, model: nn.Module, spec: Spec, enable_backprop: bool = False) -> None:
-        self.model, self.spec, self.enable_backprop = model, spec, enable_backprop
+    def __init__(
+        self, model: nn.Module, spec: Spec, enable_backprop: bool = False, wrapped: str | None = None
+    ) -> None:
+        self.model, self.spec, self.enable_backprop, self.wrapped = model, spec, enable_backprop, wrapped
         self.weights: FoundLastLayer | Selection | None = None
         self.plan: Plan | None = None
         self.snapshot: Snapshot | None = None
@@ -293,31 +297,15 @@ class Runner:
             )
 
     def notice_processes(self, training: bool = False) -> None:
-        """Warn, once, if this is one of several processes. Each fits only the data that it reads."""
-        if not distributed.is_available() or not distributed.is_initialized():
+        """Warn, once, if this is one of several processes and nobody said how they work together."""
+        if (count := world_size()) < 2:
             return
-        if (count := distributed.get_world_size()) < 2:
-            return
-        if training:
-            together = (
-                "Prior and noise are tuned by each process on its own batches, and the networks drift apart: run "
-                "marglik_training in one process."
-            )
-        elif self.spec.structure.adds:
-            together = (
-                f"Put them together after fit: parts = [None] * {count}; torch.distributed.all_gather_object(parts, "
-                "la); la = sum(parts)."
-            )
-        else:
-            together = (
-                f"The sums of {self.spec.structure.name!r} cannot be added: let every process read all data, or take "
-                f"{adding()}, whose sums add."
-            )
+        apart = "the networks drift apart" if training else "its posterior sees only the batches that it reads itself"
         self.warn_once(
             "processes",
-            f"this is one of {count} processes of torch.distributed, and its posterior sees only the batches that it "
-            f"reads itself: with a DistributedSampler, a part of the data. {together} If every process reads all data, "
-            "nothing is missing.",
+            f"this is one of {count} processes of torch.distributed, and {apart}. Write "
+            "group=torch.distributed.group.WORLD if each process reads a part of the data: all end with the posterior "
+            "of all of it. Write group=None if this process is meant to work alone.",
             ProcessesWarning,
         )
 

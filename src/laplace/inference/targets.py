@@ -19,11 +19,16 @@ from laplace.network.batches import MASK, Batch
 from laplace.predictive.positions import Positions
 
 
-def counted(forward: Forward, batch: Batch, likelihood: Likelihood) -> tuple[Forward, Targets]:
-    """Return a run and its labels, checked, without the rows that do not count."""
-    labels, kept = labelled_rows(forward.positions, batch, likelihood, forward.outputs.device)
+def counted(forward: Forward, batch: Batch, likelihood: Likelihood) -> tuple[Forward, Targets, Tensor | None]:
+    """Return a run and its labels, checked, without the rows that do not count.
+
+    Last comes the number of the example, within the batch, that each row belongs to; None if each example is one row.
+    """
+    at = forward.positions
+    labels, kept = labelled_rows(at, batch, likelihood, forward.outputs.device)
+    of = torch.arange(at.n * at.count) if kept is None else kept
     forward = forward if kept is None else forward.counting(kept)
-    return forward, checked(forward.outputs, labels, likelihood)
+    return forward, checked(forward.outputs, labels, likelihood), of // max(at.count, 1) if at.several else None
 
 
 def labelled_rows(

@@ -21,6 +21,7 @@ from laplace.checks import one_positive, positive, shown
 from laplace.errors import LaplaceError, NotFittedError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
+from laplace.linalg.one_number import OneNumber
 from laplace.posterior.posterior import Fit, Posterior
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
@@ -179,9 +180,10 @@ def set_prior(la: Holder, value: Prior) -> None:
 def prior_precision(la: Holder) -> Tensor:
     """Return a scalar, one value per parameter tensor, or one per weight. Setting it needs no refit.
 
-    Of a prior of another kind see `prior`, `prior.hyperparameters` and `prior_precision_diag`.
+    A scalar can be indexed as a vector of one number: `la.prior_precision[0]`. Of a prior of another kind see `prior`,
+    `prior.hyperparameters` and `prior_precision_diag`.
     """
-    return _gaussian_prior(la).precision
+    return OneNumber.of(_gaussian_prior(la).precision)
 
 
 def set_prior_precision(la: Holder, value: float | Tensor) -> None:
@@ -242,7 +244,7 @@ def sigma_noise(la: Holder) -> Tensor:
     One number, or one per output. Of a vector, fit takes in the relation of the outputs' noise to each other; after
     that, one number sets the level of all (their geometric mean), and so does tuning.
     """
-    return la.runner.spec.likelihood.noise_at(la.values.sigma)
+    return OneNumber.of(la.runner.spec.likelihood.noise_at(la.values.sigma))
 
 
 def set_sigma_noise(la: Holder, value: float | Tensor) -> None:

@@ -301,7 +301,8 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
     if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys, model)):
         raise InputError(
             f"batch {index} has {described(x, {})} for {len(y)} labels; preferences are between the two inputs of "
-            "pairs, (B, 2, ...): torch.stack([first, second], 1)."
+            "pairs, (B, 2, ...): torch.stack([first, second], 1). A network that returns the scores of both inputs, "
+            "(B, 2), is a classifier: take likelihood='classification'."
         )
     if keys.pairs and isinstance(x, Mapping):
         inputs = replace(inputs, x=_read(model, x, keys))

@@ -123,7 +123,7 @@ class Training:
                     state = self._state() | {"settings": settings, "random": files.random_state(generators)}
                     files.save(state, checkpoint)
                 shown = {"loss": self.losses, "evidence": self.margliks}
-                progress.set_postfix({key: values[-1] for key, values in shown.items() if values})
+                progress.set_postfix({key: values[-1] for key, values in shown.items() if values}, refresh=False)
                 progress.update()
         if self.best is not None:
             self._go_to(self.best)

@@ -17,6 +17,13 @@ F_k is a normal distribution function averaged over a Gumbel variate. The Gumbel
 normals; for small u, the Gumbel distribution function itself is averaged over five nodes of f instead. The result has
 an error of up to 5e-4 in p, tends to softmax(m) as u tends to 0, and sums to 1.
 
+Most of many classes lie so far below y, wherever the integrand counts, that two terms say all of them:
+
+    log F_k(y) = -x + x^2 (e^u - 1) / 2 - ...,   x = e^(m + u/2 - y),   h_k = d log F_k / dy.
+
+These are the same function of y for all of them, so that each row needs only two sums over its far classes, and the
+integral is evaluated for the near ones alone: 3 of 150 for a network that is sure of its classes.
+
 Measured against quasi-random draws on posteriors of last layers with prior precisions of 1 and 1e-3, the mean KL
 divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for 10.
 """
@@ -54,6 +61,9 @@ _SIXTEENTHS = tuple(k / 16 for k in range(1, 16))
 _FLANK = 0.12  # the first distance between points, as a share of the integrand's left flank
 _LEFT, _RIGHT = 9.0, 5e-5  # -log of the distribution function of the largest, where the integral starts and ends
 _LEVELS = (math.log(_LEFT), 0.0, math.log(_RIGHT))
+_FAR = 2.0  # how far below the integral's range a class with m + 2 u lies, if two terms are to do
+_FEWEST = 4  # near classes of a group of rows, at least
+_OUTER = 9.0  # in units of 1 / sqrt(2 u): beyond it, exp(-z^2) is 0 for every purpose, and slow to compute with
 _FEW = 2**13  # numbers that are computed at once, whatever they are
 _CHUNK = 2**17  # numbers at a time: few enough to stay in a processor's cache
 
@@ -66,30 +76,76 @@ def one_vs_rest(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N,
 def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
     """Return E[softmax(f)] for independent f_c with means `f` and variances u.
 
-    Costs about 20 * 12 exponentials and error functions per output, and no memory beyond a chunk of inputs.
+    Costs about 20 * 12 exponentials and error functions per near class, and no memory beyond a chunk of inputs.
     """
     f = f - f.amax(-1, keepdim=True)
     if is_traced():
-        return _integrated(f, u)
-    step = max(1, _CHUNK // (_POINTS * f.shape[1]))
-    parts = zip(f.split(step), u.split(step), strict=True)
-    return torch.cat([_integrated(*part) for part in parts])
+        return _integrated(f, u)[0]
+    with torch.no_grad():
+        edge = _lowest(f, u)
+        reach = f + 2 * u
+        near = (reach > edge - _FAR).sum(1)
+        sizes = _group_sizes(f.shape[1])
+        group = torch.bucketize(near, torch.tensor(sizes[:-1], device=f.device))
+    parts: list[Tensor] = []
+    order: list[Tensor] = []
+    for i, size in enumerate(sizes):
+        rows = (group == i).nonzero().flatten()
+        for some in rows.split(max(1, _CHUNK // (_POINTS * size))) if len(rows) else ():
+            order.append(some)
+            parts.append(_near_and_far(f[some], u[some], edge[some], reach[some], size))
+    return torch.cat(parts)[torch.cat(order).argsort()] if parts else torch.zeros_like(f)
 
 
-def _integrated(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, C)
+def _group_sizes(c: int) -> list[int]:
+    """Return how many near classes the rows of a group have at most: powers of two, and all."""
+    sizes = [_FEWEST]
+    while 2 * sizes[-1] < c:
+        sizes.append(2 * sizes[-1])
+    return [size for size in sizes if size < c] + [c]
+
+
+def _near_and_far(f: Tensor, u: Tensor, edge: Tensor, reach: Tensor, size: int) -> Tensor:  # (n, C)
+    """Integrate the `size` classes that reach highest, with the two sums of the others."""
+    if size == f.shape[1]:
+        return _integrated(f, u)[0]
+    chosen = reach.topk(size, 1, sorted=False).indices
+    near = torch.zeros_like(f, dtype=torch.bool).scatter_(1, chosen, True)
+    first = (f + u / 2 - edge).masked_fill(near, -math.inf).exp()  # x at the edge
+    second = (2 * (f + u - edge)).masked_fill(near, -math.inf).exp() * -torch.expm1(-u)  # x^2 (e^u - 1)
+    far = edge, first.sum(1, keepdim=True), second.sum(1, keepdim=True)
+    p, one, two = _integrated(f.gather(1, chosen), u.gather(1, chosen), far)
+    return (first * one - second * two).clamp(min=0).scatter(1, chosen, p)
+
+
+def _integrated(
+    f: Tensor, u: Tensor, far: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), (n, C) -> (n, C), (n, 1), (n, 1)
     """Integrate by the trapezoidal rule in t, with y = low + first (e^(k t) - 1) / k.
 
     Of classes with very different variances, a narrow one bounds the largest of all from below, and wide ones reach
     far above it: the integrand is widest on its right.
+
+    `far` has a lower bound of y and the sums of x and x^2 (e^u - 1) of further classes there. Besides the
+    probabilities of these classes, return what x and x^2 (e^u - 1) of a further one are multiplied by for its own.
     """
     with torch.no_grad():
-        low, first, growth = _spacing(f, u)
+        low, first, growth = _spacing(f, u, far)
         t = torch.arange(_POINTS, dtype=f.dtype, device=f.device)
         y = low + first * torch.expm1(growth * t) / growth  # (n, Y)
     log_h, log_below = _log_hazard(f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1))  # (n, Y, C)
-    total = log_h.logsumexp(-1)
-    weights = (log_below.sum(-1) + total + growth * t).softmax(-1)  # both ends are negligible
-    return torch.einsum("ny,nyc->nc", weights, (log_h - total.unsqueeze(-1)).exp())
+    total, depth = log_h.logsumexp(-1), log_below.sum(-1)
+    if far is None:
+        weights = (depth + total + growth * t).softmax(-1)  # both ends are negligible
+        nothing = torch.zeros_like(low)
+        return torch.einsum("ny,nyc->nc", weights, (log_h - total.unsqueeze(-1)).exp()), nothing, nothing
+    decay = (far[0] - y).exp()  # (n, Y): x relative to that at the edge
+    once, twice = far[1] * decay, far[2] * decay.square()
+    total = torch.logaddexp(total, _log(once - twice))
+    weights = (depth - once + twice / 2 + total + growth * t).softmax(-1)
+    each = weights * (-total).exp()
+    p = torch.einsum("ny,nyc->nc", weights, (log_h - total.unsqueeze(-1)).exp())
+    return p, (each * decay).sum(1, keepdim=True), (each * decay.square()).sum(1, keepdim=True)
 
 
 def _log_hazard(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
@@ -108,14 +164,14 @@ def _by_mixture(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     if _all_at_once(a, len(_WEIGHTS)):
         weights, means, variances = _columns((_WEIGHTS, _MEANS, _VARIANCES), a)
         scale = (2 * (u + variances)).rsqrt()
-        z = (a - means) * scale
+        z = ((a - means) * scale).clamp(-_OUTER, _OUTER)
         below = (weights / 2 * torch.erfc(z)).sum(0)
         density = (weights / math.sqrt(math.pi) * scale * (-z.square()).exp()).sum(0)
     else:
         density, below = torch.zeros_like(a), torch.zeros_like(a)
         for weight, mean, variance in zip(_WEIGHTS, _MEANS, _VARIANCES, strict=True):
             scale = (2 * (u + variance)).rsqrt()
-            z = (a - mean) * scale
+            z = ((a - mean) * scale).clamp(-_OUTER, _OUTER)
             below.add_(torch.erfc(z), alpha=weight / 2)
             density.addcmul_(z.square().neg_().exp_(), weight / math.sqrt(math.pi) * scale)
     log_below = _log(below)
@@ -144,21 +200,32 @@ def _by_nodes(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return _log(density) + shift - log_below, log_below
 
 
-def _spacing(f: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), (n, C) -> (n, 1) each
+def _lowest(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, 1)
+    """Return a bound below which the largest of all does not lie: that of the best class alone."""
+    spread = (u + _GUMBEL_VARIANCE).sqrt()
+    return (f + _GUMBEL_MEAN - math.sqrt(2 * _LEFT) * spread).amax(1, keepdim=True)
+
+
+def _spacing(
+    f: Tensor, u: Tensor, far: tuple[Tensor, Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), (n, C) -> (n, 1) each
     """Return the first y, the distance of the second from it, and k, the logarithm by which distances grow."""
     mean, spread, c = f + _GUMBEL_MEAN, (u + _GUMBEL_VARIANCE).sqrt(), f.shape[1]
     levels = _vector(_LEVELS, f)
-    low = (mean - math.sqrt(2 * _LEFT) * spread).amax(1, keepdim=True).expand(-1, 3)
+    low = _lowest(f, u).expand(-1, 3)
     high = (mean + math.sqrt(2 * math.log(c / _RIGHT)) * spread).amax(1, keepdim=True)
-    high = torch.maximum(high, (f + u / 2).amax(1, keepdim=True) + math.log(c / _RIGHT)).expand(-1, 3)
+    high = torch.maximum(high, (f + u / 2).amax(1, keepdim=True) + math.log(c / _RIGHT))
+    if far is not None:
+        high = torch.maximum(high, far[0] + _log(far[1]) + math.log(1 / _RIGHT))
+    high = high.expand(-1, 3)
     for shares in (_SEARCHED, *((_SIXTEENTHS,) if _all_at_once(f, 3 * len(_SIXTEENTHS)) else (_QUARTERS, _QUARTERS))):
         steps = _vector(shares, f)
         y = low.unsqueeze(2) + (high - low).unsqueeze(2) * steps  # (n, 3, points)
-        found = _log_depth(y[:, :1] if shares is _SEARCHED else y, f, u, spread).expand_as(y)
+        found = _log_depth(y[:, :1] if shares is _SEARCHED else y, f, u, spread, far).expand_as(y)
         after = (found > levels.unsqueeze(1)).sum(2, keepdim=True)
         edges = torch.cat([low.unsqueeze(2), y, high.unsqueeze(2)], 2)
         low, high = edges.gather(2, after).squeeze(2), edges.gather(2, after + 1).squeeze(2)
-    ends = _log_depth(torch.stack([low, high], 2), f, u, spread)
+    ends = _log_depth(torch.stack([low, high], 2), f, u, spread, far)
     share = ((ends[..., 0] - levels) / (ends[..., 0] - ends[..., 1])).nan_to_num(0.5).clamp(0, 1)
     start, middle, stop = (low + (high - low) * share).split(1, 1)
     equal = (stop - start) / (_POINTS - 1)
@@ -166,12 +233,16 @@ def _spacing(f: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), 
     return start, first, _growth(equal / first) / (_POINTS - 1)
 
 
-def _log_depth(y: Tensor, f: Tensor, u: Tensor, spread: Tensor) -> Tensor:  # (n, k, points) -> (n, k, points)
+def _log_depth(
+    y: Tensor, f: Tensor, u: Tensor, spread: Tensor, far: tuple[Tensor, Tensor, Tensor] | None
+) -> Tensor:  # (n, k, points) -> (n, k, points)
     """Return log(-log prod F), roughly: by one normal in place of the Gumbel variate, or by its exponential tail."""
     below = f[:, None, None] - y.unsqueeze(-1)  # a, (n, k, points, C)
     above = torch.erfc(-(below + _GUMBEL_MEAN) / (spread * math.sqrt(2))[:, None, None]) / 2
     tail = torch.where(below + 1.5 * u[:, None, None] < 0, below + u[:, None, None] / 2, -math.inf).exp()
     depth = torch.maximum(-torch.log1p(-above.clamp(max=1 - 1e-6)), tail).sum(-1)
+    if far is not None:
+        depth = depth + far[1].unsqueeze(2) * (far[0].unsqueeze(2) - y).exp()
     return depth.clamp(min=torch.finfo(f.dtype).tiny).log()
 
 

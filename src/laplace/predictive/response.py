@@ -15,10 +15,9 @@ from laplace.errors import OptionError, UnsupportedError
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws
 from laplace.predictive.links import Link
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
+from laplace.predictive.mixtures import Outputs as Outputs
+from laplace.predictive.outputs import OutputGaussian, require_finite
 from laplace.predictive.prediction import Prediction
-
-Outputs = OutputGaussian | OutputSamples
 
 
 class Response(ABC):

@@ -125,7 +125,7 @@ def labelled(runner: Runner, posterior: Posterior, batch: Batch) -> Labelled:
     for whole in runner.uncut(posterior.fit, batch.inputs):
         stop = start + whole.positions.n
         part = batch if n <= stop - start else batch.labels(start, stop)
-        run, targets = counted(whole, part, runner.spec.likelihood)
+        run, targets, _ = counted(whole, part, runner.spec.likelihood)
         start = stop
         yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
     if start != n:
