@@ -29,6 +29,7 @@ CONCEPTS = {
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 }
 ROOMS = {
     "compat",

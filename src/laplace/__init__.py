@@ -51,6 +51,7 @@ from laplace.compat.functional import BaseFunctionalLaplace as BaseFunctionalLap
 from laplace.compat.functional import FunctionalLaplace as FunctionalLaplace
 from laplace.compat.functional import FunctionalLLLaplace as FunctionalLLLaplace
 from laplace.compat.functional import VaLLA as VaLLA
+from laplace.evaluation.report.call import report
 from laplace.laplace import Laplace
 from laplace.layers import register_rule
 from laplace.likelihoods import (
@@ -78,6 +79,7 @@ __all__ = [
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 ]
 _ROOMS = (
     "compat",

@@ -233,15 +233,17 @@ def widest_of(
 ) -> Candidate:
     """Return the widest posterior within one standard error of the best that surely costs little.
 
-    It may cost up to its standard error against the references, and with another standard error added no more than
-    `CAP`: the fewer the examples, the narrower it is.
+    It may cost up to its standard error against the references, and with two standard errors added no more than `CAP`:
+    the fewer the examples, the narrower it is. A gain counts only if it is larger than two standard errors. Otherwise a
+    posterior that does the work of a temperature would pass, and be as much worse on new data as it was better here.
     """
     limit = min(references, key=lambda each: each.objective)
 
     def eligible(each: Candidate) -> bool:
         extra, error = difference(each, limit)
         near = each.total - best.total <= max(difference(each, best)[1], NEGLIGIBLE)
-        return near and extra <= max(error, NEGLIGIBLE) and extra + error <= CAP and each.setting[0] < NETWORK
+        sure = extra + 2 * error <= 0 or max(extra, 0.0) + 2 * error <= CAP
+        return near and extra <= max(error, NEGLIGIBLE) and sure and each.setting[0] < NETWORK
 
     return min(filter(eligible, candidates), key=lambda each: each.setting[0], default=best)
 
