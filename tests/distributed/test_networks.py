@@ -66,7 +66,7 @@ def test_a_network_in_ddp_is_taken_out_of_it(two, tmp_path):
         assert found["loaded"]
         assert found["mode"]
         assert found["compiled"] == N
-        assert "the network is in DistributedDataParallel, on 2 ranks. Write group=" in found["refused"]
+        assert "this is a network in DistributedDataParallel, on 2 ranks. Write group=" in found["refused"]
 
 
 def sharded(subset: Any) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def world_size() -> int:
     return distributed.get_world_size() if started else 1
 
 
+def global_rank() -> int:
+    """Return the number of this process, 0 if torch.distributed was not started."""
+    return distributed.get_rank() if world_size() > 1 else 0
+
+
 def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
     """Return what the processes of `group` exchange. Refuse sharded data or networks if the user said nothing.
 
@@ -58,7 +63,7 @@ def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
                 f"the data is divided over {size} ranks by {what}, so that this rank alone sees a part of it. {_WRITE}"
             )
         if size > 1 and wrapped is not None:
-            raise OptionError(f"the network is in {wrapped}, on {size} ranks. {_WRITE}")
+            raise OptionError(f"this is {wrapped}, on {size} ranks. {_WRITE}")
         return alone
     if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
         raise OptionError(

@@ -107,6 +107,7 @@ def fit(
         for note in spec.structure.notes(found.sums):
             runner.warn_once(note, note)
     runner.adopt(weights, engine.plan, dims_of(first.inputs))
+    runner.ranks = reduce.size
     if progress is not None:
         progress.remove()
     return found
