@@ -11,6 +11,7 @@ except its `Likelihood`, which is `laplace.compat.enums.Likelihood`.
 from laplace import compat as compat
 from laplace import curvature as curvature
 from laplace import decisions as decisions
+from laplace import distributed as distributed
 from laplace import errors as errors
 from laplace import evaluation as evaluation
 from laplace import layers as layers
@@ -80,6 +81,7 @@ _ROOMS = (
     "compat",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "layers",

@@ -14,8 +14,8 @@ from laplace.distributed.shards import divided_by
 from laplace.errors import OptionError
 
 _WRITE = (
-    "Write group=torch.distributed.group.WORLD: each rank reads its own part of the data, and all end with the posterior "
-    "of all of it. Or group=None, to keep the posterior of this rank's own batches."
+    "Write group=torch.distributed.group.WORLD: each rank reads its own part of the data, and all end with the "
+    "posterior of all of it. Or group=None, to keep the posterior of this rank's own batches."
 )
 
 

@@ -20,7 +20,8 @@ from laplace.errors import InputError, UnsupportedError
 
 _REPEATS = (
     "repeats examples to give every rank equally many, and a posterior would count them twice; the data set is read "
-    "without repeats. Write DataLoader(dataset, batch_size, sampler=laplace.distributed.ShardSampler(dataset)) to say so."
+    "without repeats. To say so, write DataLoader(dataset, batch_size, sampler=ShardSampler(dataset)) with the one of "
+    "laplace.distributed."
 )
 
 

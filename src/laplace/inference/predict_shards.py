@@ -57,5 +57,7 @@ def _report(parts: Sequence[Part], shape: Reshaper, places: Tensor | None) -> Re
 def _at(outputs: Any, index: Tensor | None) -> Any:
     """Return outputs at some rows, or all without what cannot be sent."""
     if isinstance(outputs, OutputSamples):
-        return outputs if index is None else replace(outputs, samples=outputs.samples[:, index.to(outputs.samples.device)])
+        return (
+            outputs if index is None else replace(outputs, samples=outputs.samples[:, index.to(outputs.samples.device)])
+        )
     return outputs.map_rows(lambda t: t if index is None else t[index.to(t.device)])

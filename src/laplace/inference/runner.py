@@ -55,9 +55,7 @@ class Runner:
         next_tokens: whether labels have to be shifted to the next positions. None until a batch tells.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: Spec, enable_backprop: bool = False, wrapped: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, spec: Spec, enable_backprop: bool = False, wrapped: str | None = None) -> None:
         self.model, self.spec, self.enable_backprop, self.wrapped = model, spec, enable_backprop, wrapped
         self.weights: FoundLastLayer | Selection | None = None
         self.plan: Plan | None = None
