@@ -24,6 +24,7 @@ PAGES = sorted((Path(__file__).parents[1] / "docs" / "api").glob("*.md"))
 ROOMS = (
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "integrations.huggingface",

@@ -1,6 +1,6 @@
 """Fit one posterior to a network and a loader that accelerate has prepared.
 
-    accelerate launch --cpu --num_processes 2 examples/many_processes/with_accelerate.py
+accelerate launch --cpu --num_processes 2 examples/many_processes/with_accelerate.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def main() -> None:
             optimizer.step()
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*repeats examples")  # the prepared loader does; `fit` leaves them out
+        warnings.filterwarnings(
+            "ignore", message=".*repeats examples"
+        )  # the prepared loader does; `fit` leaves them out
         la = Laplace(model, "classification", "all").fit(loader, group=distributed.group.WORLD)
     accelerator.print(f"{la.n_data} examples, log evidence {float(la.log_marginal_likelihood()):.1f}")
     accelerator.end_training()

@@ -1,6 +1,6 @@
 """Fit one posterior with Lightning Fabric.
 
-    fabric run --accelerator cpu --devices 2 --strategy ddp examples/many_processes/with_fabric.py
+fabric run --accelerator cpu --devices 2 --strategy ddp examples/many_processes/with_fabric.py
 """
 
 from __future__ import annotations

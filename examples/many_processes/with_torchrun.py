@@ -1,6 +1,6 @@
 """Train with DistributedDataParallel and fit one posterior on all processes.
 
-    torchrun --standalone --nproc-per-node 2 examples/many_processes/with_torchrun.py
+torchrun --standalone --nproc-per-node 2 examples/many_processes/with_torchrun.py
 """
 
 from __future__ import annotations

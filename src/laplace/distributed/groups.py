@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from torch import distributed
 
@@ -29,7 +29,7 @@ class Unsaid(Enum):
 
 
 OWN: Final = Unsaid.UNSAID
-Group = distributed.ProcessGroup | None | Unsaid if distributed.is_available() else Any
+Group: TypeAlias = "distributed.ProcessGroup | Unsaid | None"
 
 
 def world_size() -> int:

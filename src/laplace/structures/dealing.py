@@ -75,7 +75,7 @@ def dealt_out(make: Callable[[], Value], reduce: Reduce) -> Value:
     clipped: dict[int, Clipped] = {}
     for of_rank in reduce.agree(solve):
         clipped |= of_rank
-    named = {f"{i:06d} {k}": solved[k].contiguous() for i, solved in found.items() for k in (0, 1)}
+    named = {f"{i:06d} {k}": t.contiguous() for i, (*both, _) in found.items() for k, t in enumerate(both)}
     whole = reduce.total(named, jobs.noted[0][0].device)
     jobs.solved = [(whole[f"{i:06d} 0"], whole[f"{i:06d} 1"], clipped[i]) for i in range(len(costs))]
     with _noting(jobs):
