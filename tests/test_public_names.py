@@ -34,6 +34,7 @@ ROOMS = {
     "compat",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "layers",
