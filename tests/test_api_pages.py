@@ -22,6 +22,7 @@ from laplace.utils import SubnetMask
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "api").glob("*.md"))
 ROOMS = (
+    "conformal",
     "curvature",
     "decisions",
     "distributed",
@@ -34,6 +35,7 @@ ROOMS = (
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

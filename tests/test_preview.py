@@ -40,9 +40,9 @@ def test_it_is_a_table_of_all_structures_and_prints_nothing_by_itself(capsys):
     printed = repr(preview)
     assert str(preview) == printed
     assert "723 uncertain weights in 4 tensors, 3 outputs" in printed
-    for name in [*STRUCTURES, "gp", "gp, nystrom"]:
+    for name in [*STRUCTURES, "gp", "gp, nystrom", "gp, variational"]:
         assert f"\n{name} " in printed
-    assert [option.structure for option in preview] == [*STRUCTURES, "gp", "gp, nystrom"]
+    assert [option.structure for option in preview] == [*STRUCTURES, "gp", "gp, nystrom", "gp, variational"]
     assert "peak memory" in printed
     assert all(option.fits for option in preview)
     assert max(map(len, printed.splitlines())) <= 80

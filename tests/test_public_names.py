@@ -29,9 +29,11 @@ CONCEPTS = {
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 }
 ROOMS = {
     "compat",
+    "conformal",
     "curvature",
     "decisions",
     "distributed",
@@ -40,6 +42,7 @@ ROOMS = {
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
+    "ArgumentError",
     "BoundaryWarning",
     "CheckpointError",
     "FormChangedError",
@@ -36,6 +37,10 @@ class LaplaceError(Exception):
 
 class OptionError(LaplaceError, ValueError):
     """An option is unknown, or its value is out of range."""
+
+
+class ArgumentError(OptionError, TypeError):
+    """A call lacks an argument that it needs, or has one that there is not."""
 
 
 class UnknownNameError(OptionError, KeyError):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from laplace.checkpoints import posteriors as files
 from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
-from laplace.checks import flag
+from laplace.checks import flag, flag_or_none
+from laplace.conformal import calls as conformalising
 from laplace.curvature import Estimator
 from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import OptionError
@@ -115,7 +116,11 @@ class Laplace:
         n_subset: of 'gp', how many points are kept (None: all, up to 256).
         seed: of 'gp', what the points are drawn by.
         independent_outputs: of 'gp' with 'sod', each output by itself.
-        functional_approximation: of 'gp', 'sod' (the subset alone) or 'nystrom' (all data in `rank` directions).
+        functional_approximation: of 'gp', 'sod' (the subset alone), 'nystrom' (all data in `rank` directions) or
+            'variational' (all data given `n_subset` inducing points).
+        inducing: of 'gp' with 'variational', where the inducing points are: 'random' (drawn from the data), 'kmeans',
+            or the points themselves, in the form of the inputs.
+        inducing_steps: of 'gp' with 'variational', how many steps to move the inducing points by.
         memory_budget: bytes that may be taken; what is free, if left out.
         class_dim: which dimension of the outputs has the classes: -1 of (N, C) and (N, T, C), 1 of (N, C, H, W); None
             for one number at each position, (N, T).
@@ -160,6 +165,8 @@ class Laplace:
         seed: int = 0,
         independent_outputs: bool = False,
         functional_approximation: str = "sod",
+        inducing: Any = "random",
+        inducing_steps: int = 0,
         memory_budget: int | None = None,
         class_dim: int | None = -1,
         backend: Any = None,
@@ -172,6 +179,7 @@ class Laplace:
         self.damping, self.weight_sharing, self.rank, self.tol = damping, weight_sharing, rank, tol
         self.n_subset, self.seed, self.independent_outputs = n_subset, seed, independent_outputs
         self.functional_approximation, self.memory_budget = functional_approximation, memory_budget
+        self.inducing, self.inducing_steps = inducing, inducing_steps
         self.subset_of_weights, self.hessian_structure = subset_of_weights, hessian_structure
         self.last_layer_name, self.feature_reduction = last_layer_name, feature_reduction
         self.backend_name, self.backend_kwargs = name_of_backend(backend), backend_kwargs
@@ -235,7 +243,7 @@ class Laplace:
         self,
         train_loader: Any,
         override: Any = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         y: Any = None,
         generator: torch.Generator | None = None,
@@ -256,7 +264,7 @@ class Laplace:
                 dataset of single examples, a Lightning DataModule, or a `transformers.Trainer`, whose training data is
                 read in order.
             override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
-            progress_bar: whether one is shown.
+            progress_bar: whether one is shown; None shows one in a terminal after a few seconds.
             y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
             generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
             checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
@@ -291,7 +299,7 @@ class Laplace:
             train_loader,
             self.prior,
             before,
-            progress_bar=flag(progress_bar, "progress_bar"),
+            progress_bar=flag_or_none(progress_bar, "progress_bar"),
             generator=generator,
             journal=journal,
             reduce=reduce,
@@ -316,6 +324,7 @@ class Laplace:
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
     module = serving.module
+    conformal = conformalising.conformal
 
     coverage = inspection.coverage
     mean = reads(inspection.mean)

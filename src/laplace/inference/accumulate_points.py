@@ -30,7 +30,7 @@ class SubsetAccumulator(Accumulator):
         self._draw_anew()
 
     def _draw_anew(self) -> None:
-        self.subset = Subset(self.functional.most, self.functional.seed)
+        self.subset = Subset(self.functional.drawn, self.functional.seed)
         self.points: Points | None = None
 
     def _forget(self) -> None:
@@ -57,7 +57,7 @@ class SubsetAccumulator(Accumulator):
             return {}
         if self.reduce.size > 1:
             self.subset = self.subset.joined(self.reduce.agree(lambda: self.subset.parts))
-        points = self.subset.points(self.n_all, self.functional.n_subset, self.functional.vectors)
+        points = self.functional.place(self.subset, self.n_all, self.engine)
         self._require_room(len(points), points.parts[0].y.shape[1])
         gradients = partial(points.gradients, self.engine, self.budget.chunk)
         self.points = points

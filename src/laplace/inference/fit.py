@@ -42,7 +42,7 @@ def fit(
     prior: Prior,
     before: Fit | None = None,
     *,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     generator: torch.Generator | None = None,
     journal: Opens | None = None,
     reduce: Reduce = alone,
@@ -54,7 +54,7 @@ def fit(
         loader: the batches, read as often as the structure needs.
         prior: the prior. It is checked against the weights that are found.
         before: the sums of earlier data, to which the new ones are added.
-        progress_bar: whether to show a progress bar.
+        progress_bar: whether to show a progress bar; None shows one in a terminal after a few seconds.
         generator: the generator for estimates of the curvature. None uses torch's own.
         journal: a function that opens a file for the partial sums of a long fit.
         reduce: the processes that fit together, each with a part of the data. This one alone by default.
@@ -67,7 +67,7 @@ def fit(
         watch_again(runner.model)
 
         def read() -> Iterator[Batch]:
-            return runner.batches(loader, progress_bar and reduce.rank == 0, "fit")
+            return runner.batches(loader, progress_bar if reduce.rank == 0 else False, "fit")
 
         spec, stream = runner.spec, read()
         own = first = next(stream, None)

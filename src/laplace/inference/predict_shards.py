@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +10,12 @@ from torch import Tensor
 from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard
 from laplace.linalg.sampling import Draws
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.mixtures import Outputs, joined
 from laplace.predictive.positions import Positions
 from laplace.predictive.reshape import Reshaper
 
-Part = tuple[OutputGaussian | OutputSamples, Tensor | None]  # outputs, and the mean through the link
-Report = tuple[OutputGaussian | OutputSamples, Tensor | None, Positions, Tensor | None]
+Part = tuple[Outputs, Tensor | None]  # outputs, and the mean through the link
+Report = tuple[Outputs, Tensor | None, Positions, Tensor | None]
 
 
 def same_draws(draws: Draws, reduce: Reduce) -> Draws:
@@ -40,7 +38,7 @@ def parts_in_order(parts: Sequence[Part], shape: Reshaper, shard: Shard, reduce:
     if len(known) == len(places):
         count = whole.positions.count
         order = (torch.cat(known).argsort().unsqueeze(1) * count + torch.arange(count)).flatten()
-        outputs = _at(outputs, order)
+        outputs = outputs.map_rows(lambda t: t[order.to(t.device)])
         mean = None if mean is None else mean[order.to(mean.device)]
     return [(outputs, mean)], whole
 
@@ -51,13 +49,5 @@ def _report(parts: Sequence[Part], shape: Reshaper, places: Tensor | None) -> Re
     outputs, positions = joined([outputs for outputs, _ in parts]), shape.positions
     means = [mean for _, mean in parts if mean is not None]
     at = places[: positions.n] if places is not None and len(places) >= positions.n else None
-    return _at(outputs, None), torch.cat(means) if means else None, positions, at
-
-
-def _at(outputs: Any, index: Tensor | None) -> Any:
-    """Return outputs at some rows, or all without what cannot be sent."""
-    if isinstance(outputs, OutputSamples):
-        return (
-            outputs if index is None else replace(outputs, samples=outputs.samples[:, index.to(outputs.samples.device)])
-        )
-    return outputs.map_rows(lambda t: t if index is None else t[index.to(t.device)])
+    sent = outputs.map_rows(lambda t: t)  # without products with a covariance, which cannot be sent
+    return sent, torch.cat(means) if means else None, positions, at

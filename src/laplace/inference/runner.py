@@ -25,10 +25,13 @@ from laplace.errors import (
 )
 from laplace.inference.next_tokens import are_shifted, labels_within, refuse_tokens_themselves, shifted
 from laplace.inference.own_loss import compare
+from laplace.inference.ready import Ready, ReadyEngine
 from laplace.inference.targets import check_finite
 from laplace.linalg.autocast import rounding
 from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
+from laplace.network.kept import replicate_to_keep
 from laplace.network.pytree import map_tensors, tensors_in
+from laplace.network.replica import replicate
 from laplace.network.sharing import Sharing, outputs_of
 from laplace.posterior.posterior import Fit
 from laplace.predictive.positions import Positions
@@ -63,7 +66,7 @@ class Runner:
         self.dims: tuple[int, ...] | None = None
         self.next_tokens: bool | None = None
         self.ranks = 1
-        self._sharing, self._warned = Sharing(), set[str]()
+        self._sharing, self._warned, self._ready = Sharing(), set[str](), Ready()
 
     @property
     def spread(self) -> str | None:
@@ -72,14 +75,15 @@ class Runner:
 
     # ---- what the network is -------------------------------------------------------------------------------------
 
-    def batches(self, loader: Iterable[Any], progress_bar: bool, what: str) -> Iterator[Batch]:
+    def batches(self, loader: Iterable[Any], progress_bar: bool | None, what: str) -> Iterator[Batch]:
         """Yield the batches of a loader. `what` names the run in errors and progress bars.
 
         The labels of a causal language model are shifted, so that each stands at the logits that predict it.
         """
         spec = self.spec
         for batch in training_batches(loader, self.model, spec.keys, progress_bar, what):
-            batch = replace(batch, inputs=self.told_apart(batch.inputs))
+            inputs = self.told_apart(batch.inputs)
+            batch = batch if inputs is batch.inputs else replace(batch, inputs=inputs)
             meant = batch, self.model, spec.likelihood, spec.class_dim
             if not labels_within(batch):
                 if batch.index == 0:
@@ -173,11 +177,14 @@ class Runner:
 
     def engine(self, weights: FoundLastLayer | Selection, plan: Plan | None = None) -> Head | Network:
         """Return the engine that runs the network. A `plan` of an earlier call saves making it again."""
+        return self._engine_on(replicate(self.model, _tracked(weights)), weights, plan)
+
+    def _engine_on(self, replica: nn.Module, weights: FoundLastLayer | Selection, plan: Plan | None) -> Head | Network:
         spec = self.spec
         if isinstance(weights, FoundLastLayer):
-            return Head(self.model, weights, spec.budget, spec.class_dim)
+            return Head(replica, weights, spec.budget, spec.class_dim)
         reduce = spec.structure.weight_sharing == "reduce"
-        return Network(self.model, weights, spec.budget, plan, reduce, spec.estimator.exact_hessian, spec.class_dim)
+        return Network(replica, weights, spec.budget, plan, reduce, spec.estimator.exact_hessian, spec.class_dim)
 
     def runs(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         """Yield runs on consecutive parts of the inputs that fit into memory, or one run on the `whole`."""
@@ -189,10 +196,11 @@ class Runner:
 
     def uncut(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         """Yield runs on consecutive parts of the inputs, with all positions of each example."""
-        self.notice_changes(fit)
+        ready = self._ready.take(fit) or self._made_ready(fit)
         assert self.weights is not None
-        engine = self.engine(self.weights, self.plan)
-        inputs = self.told_apart(inputs.as_tensors(self.model).to(device_of(self.model)))
+        engine = self.engine(self.weights, self.plan) if ready is None else ready.engine
+        device = device_of(self.model) if ready is None else ready.device
+        inputs = self.told_apart(inputs.as_tensors(self.model).to(device))
         if not engine.linear and any(t.shape[:1] == (0,) for t in tensors_in(inputs.x)):
             raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
         seen = 0  # number of examples in the parts before
@@ -207,6 +215,20 @@ class Runner:
             seen += forward.positions.n
             yield fit.attach_points(forward, engine, self.spec.budget.chunk)
         self.plan = engine.plan
+        if ready is not None:
+            self._ready.give(ready)
+
+    def _made_ready(self, fit: Fit) -> ReadyEngine | None:
+        """Return an engine that can be kept. None if the network has changed since it was fitted, or has no plan."""
+        same, weights = self.notice_changes(fit), self.weights
+        assert weights is not None
+        if not same or (isinstance(weights, Selection) and self.plan is None):
+            return None
+        kept = replicate_to_keep(self.model, _tracked(weights))
+        if kept is None:
+            return None
+        engine = self._engine_on(kept.replica, weights, self.plan)
+        return ReadyEngine.of(engine, kept, fit, weights.tensors(self.model))
 
     def _run_in_parts(self, engine: Head | Network, parts: Iterable[Inputs]) -> Iterator[Forward]:
         for part in parts:
@@ -253,14 +275,15 @@ class Runner:
         """Remember the current state of the network, which a posterior belongs to."""
         self.weights, self.plan, self.dims, self.snapshot = weights, plan, dims, Snapshot.of(self.model)
         self._warned.discard("stale")
+        self._ready.clear()
 
     def changed(self, mean: Tensor, thoroughly: bool = False) -> str | None:
         """Describe what has changed since the fit. Returns None if nothing has."""
         assert self.weights is not None
         return what_changed(self.model, self.weights, mean, self.snapshot, thoroughly)
 
-    def notice_changes(self, fit: Fit) -> None:
-        """Warn, once, if the network has changed since it was fitted."""
+    def notice_changes(self, fit: Fit) -> bool:
+        """Warn, once, if the network has changed since it was fitted. Return whether it is the same."""
         changed = self.changed(fit.mean)
         if not changed and self.snapshot is not None and self.snapshot.versions is None:
             self.snapshot = Snapshot.of(self.model)  # this is a copy, and its values are the same
@@ -268,6 +291,7 @@ class Runner:
             self.warn_once(
                 "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
             )
+        return not changed
 
     def require_unchanged(self, fit: Fit) -> None:
         """Refuse to add data at other weights than those of the earlier data."""
@@ -299,13 +323,18 @@ class Runner:
     def with_structure_of(self, fit: Fit) -> Runner:
         """Return a runner of the same network for another fit, with all warnings to come again."""
         other = copy.copy(self)
-        other.spec, other._warned = replace(self.spec, structure=fit.structure), set()
+        other.spec, other._warned, other._ready = replace(self.spec, structure=fit.structure), set(), Ready()
         other.snapshot = self.snapshot  # kept: this is the same network, not a copy
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         snapshot = self.snapshot  # addresses in memory mean nothing in a copy
         return self.__dict__ | {"snapshot": None if snapshot is None else snapshot.elsewhere()}
+
+
+def _tracked(weights: FoundLastLayer | Selection) -> frozenset[str]:
+    """Return the parameters that must require grad in a replica: none of a last layer, whose input is enough."""
+    return frozenset() if isinstance(weights, FoundLastLayer) else frozenset(weights.layout.names)
 
 
 def dims_of(inputs: Inputs) -> tuple[int, ...]:

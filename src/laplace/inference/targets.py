@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward
+from laplace.checks import all_finite
 from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.network.batches import MASK, Batch
@@ -69,7 +70,7 @@ def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
 
 def check_finite(f: Tensor, what: str, rows_each: int = 1, start: int = 0) -> None:
     """Refuse NaN and infinity, naming the examples. They are counted from `start`, with `rows_each` rows each."""
-    if not f.sum().isfinite() and not f.isfinite().all():
+    if not all_finite(f):
         rows = sorted({start + row // rows_each for row in (~f.isfinite()).any(1).nonzero().flatten().tolist()})
         raise InputError(
             f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."

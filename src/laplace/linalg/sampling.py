@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 _STEPS = 2**31
 _BITS = 32  # random signs from one hash
 _EVEN = 128  # dimensions at most
+_KEPT = 2**16  # most numbers that are kept for the next call
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,26 @@ class Draws:
 
     def seeded(self, device: torch.device) -> Draws:
         """Return draws that are the same in every call: from the generator if there is one, else from seed 0."""
-        return self if self.generator is not None else Draws(self.n, torch.Generator(device).manual_seed(0))
+        if self.generator is not None:
+            return self
+        return SeededDraws(self.n, torch.Generator(device).manual_seed(0), self.apart)
+
+
+@dataclass(frozen=True)
+class SeededDraws(Draws):
+    """Draws from seed 0. The numbers that all examples share are the same each time, and few enough are kept."""
+
+    def shared_normals(self, c: int, like: Tensor) -> Tensor:  # (c, S)
+        if self.n * c > _KEPT:
+            return super().shared_normals(c, like)
+        return _kept_normals(self.n, c, like.device).to(like)
+
+
+@lru_cache(maxsize=16)
+def _kept_normals(n: int, c: int, device: torch.device) -> Tensor:  # (c, n)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode(False):  # whose tensors autograd could not use later
+        return _spread_normals(n, c, torch.empty(0, device=device), generator).mT.contiguous()
 
 
 class Keyed(torch.Generator):

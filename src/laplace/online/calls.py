@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from laplace.checks import choice, flag, generator_or_none, one_positive, path_of, shown, whole_number
+from laplace.checks import choice, flag, flag_or_none, generator_or_none, one_positive, path_of, shown, whole_number
 from laplace.curvature import Estimator
 from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
@@ -54,7 +54,7 @@ def marglik_training(
     sigma_noise_init: float | Tensor = 1.0,
     temperature: float = 1.0,
     fix_sigma_noise: bool = False,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     enable_backprop: bool = False,
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
@@ -97,7 +97,7 @@ def marglik_training(
         sigma_noise_init: The noise to start with, for regression.
         temperature: The temperature of the likelihood, as in `Laplace`.
         fix_sigma_noise: Whether the noise stays at its start value.
-        progress_bar: Whether to show a progress bar.
+        progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
         enable_backprop: Whether gradients flow from predictions to the inputs, as in `Laplace`.
         dict_key_x: The key of the inputs in batches that are mappings, as in `Laplace`.
         dict_key_y: The key of the labels in batches that are mappings, as in `Laplace`.
@@ -141,7 +141,7 @@ def marglik_training(
         **options,
     )
     keep_best, fix_sigma_noise = flag(keep_best, "keep_best"), flag(fix_sigma_noise, "fix_sigma_noise")
-    progress_bar = flag(progress_bar, "progress_bar")
+    progress_bar = flag_or_none(progress_bar, "progress_bar")
     checkpoint = None if checkpoint is None else path_of(checkpoint, "checkpoint")
     schedule = Schedule(
         _checked_prior_structure(prior_structure, la),

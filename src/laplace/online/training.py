@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from laplace.checkpoints import training as files
 from laplace.checks import positive
@@ -19,6 +18,7 @@ from laplace.errors import CheckpointError, InputError, LaplaceError, NumericalE
 from laplace.inference.targets import checked, labelled_rows
 from laplace.laplace import Laplace
 from laplace.network.batches import Batch, Inputs, device_of
+from laplace.network.progress import bar
 from laplace.posterior.schema import require_alike
 from laplace.posterior.task_prior import vector_of
 from laplace.predictive.positions import Positions
@@ -106,7 +106,7 @@ class Training:
     losses: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
 
-    def run(self, n_epochs: int, checkpoint: Any, progress_bar: bool, keep_best: bool) -> None:
+    def run(self, n_epochs: int, checkpoint: Any, progress_bar: bool | None, keep_best: bool) -> None:
         """Run the remaining epochs, and keep the last or the best weights and hyperparameters."""
         layout = self.la.runner.find_weights(self.data.first).layout
         self.la.prior.check(layout, self.la.structure.takes)
@@ -126,7 +126,7 @@ class Training:
                 except Exception as error:  # a file that was made by hand
                     raise files.damaged(checkpoint, f"its random state cannot be set ({error!r})") from error
                 self._restore(state)
-        with tqdm(total=n_epochs, initial=len(self.losses), disable=not progress_bar, unit="epoch") as bar:
+        with bar(progress_bar, total=n_epochs, initial=len(self.losses), unit="epoch") as progress:
             while len(self.losses) < n_epochs:
                 self.losses.append(self._epoch(layout))
                 if self.schedule.is_due(len(self.losses)):
@@ -138,8 +138,8 @@ class Training:
                     state = self._state() | {"settings": settings, "random": files.random_state(generators)}
                     files.save(state, checkpoint)
                 shown = {"loss": self.losses, "evidence": self.margliks}
-                bar.set_postfix({key: values[-1] for key, values in shown.items() if values})
-                bar.update()
+                progress.set_postfix({key: values[-1] for key, values in shown.items() if values}, refresh=False)
+                progress.update()
         if self.best is not None:
             self._go_to(self.best)
 

@@ -183,11 +183,6 @@ class Posterior:
         """Return the same posterior without autograd graphs."""
         return replace(self, prior=self.prior.detached(), sigma=self.sigma.detach())
 
-    @property
-    def needs_grad(self) -> bool:
-        """Return whether a value requires grad. If so, results must not be kept."""
-        return self.prior.needs_grad or self.sigma.requires_grad
-
 
 def _finite(value: Tensor, what: str, of: str) -> Tensor:
     """Return a term of the evidence. Raise NumericalError if it is NaN or infinite."""

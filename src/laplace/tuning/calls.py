@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, flag, positive, shown
+from laplace.checks import choice, flag, flag_or_none, positive, shown
 from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
@@ -72,7 +72,7 @@ def tune(
     evaluations: int = 30,
     seed: int = 0,
     n_steps: int = 100,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     group: Group = OWN,
 ) -> Tuned:
     """Set some of 'prior_precision', 'sigma_noise' and 'temperature', and return what was found.
@@ -113,7 +113,7 @@ def tune(
         evaluations: of 'bayesian', points looked at after a grid of common values.
         seed: of 'bayesian', what it draws from; of 'loo' and 'auto', which examples of large data are scored.
         n_steps: of 'evidence' and 'auto', steps at most.
-        progress_bar: whether runs over the loaders show one.
+        progress_bar: whether runs over the loaders show one; None shows one in a terminal after a few seconds.
         group: the process group of `fit`, if each rank reads its own part of `val_loader` and of the training data. All
             ranks find the same. None tunes on this process alone.
 
@@ -129,7 +129,7 @@ def tune(
         ImportError: 'bayesian' without BoTorch.
     """
     noise = la.runner.spec.likelihood.tunes_noise
-    kinds, progress_bar = result.names_of(names, la.prior, noise), flag(progress_bar, "progress_bar")
+    kinds, progress_bar = result.names_of(names, la.prior, noise), flag_or_none(progress_bar, "progress_bar")
     scoring = {
         "val_loader": val_loader, "loss": loss, "ood_loader": ood_loader, "ood_weight": ood_weight, "bounds": bounds,
         "pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples, "train_loader": train_loader,
@@ -171,7 +171,7 @@ def optimize_prior_precision(
     link_approx: str | None = None,
     n_samples: int = 100,
     verbose: bool = False,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     log_prior_prec_base: float = 10.0,
     tune_sigma_noise: bool = False,
     *,
@@ -199,7 +199,7 @@ def optimize_prior_precision(
         link_approx: of the predictions that are scored; that of `la(x)`, such as 'probit', if left out.
         n_samples: of the predictions that are scored.
         verbose: whether steps and result are printed.
-        progress_bar: whether runs over the loader show one.
+        progress_bar: whether runs over the loader show one; None shows one in a terminal after a few seconds.
         log_prior_prec_base: the base of the two ends.
         tune_sigma_noise: find the noise of a regression, too.
         group: of 'gridsearch', the process group of `fit`, if each rank reads its own part of `val_loader`.
@@ -210,7 +210,7 @@ def optimize_prior_precision(
         UnsupportedError: a precision per weight by validation.
         NumericalError: scores or evidences that are not finite.
     """
-    verbose, progress_bar = flag(verbose, "verbose"), flag(progress_bar, "progress_bar")
+    verbose, progress_bar = flag(verbose, "verbose"), flag_or_none(progress_bar, "progress_bar")
     tune_sigma_noise = flag(tune_sigma_noise, "tune_sigma_noise")
     kinds = [*result.names_of((), la.prior, False)] + ["sigma_noise"] * tune_sigma_noise
     groups = choice(prior_structure, GROUPS, "prior_structure")

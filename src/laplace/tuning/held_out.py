@@ -27,7 +27,8 @@ from laplace.likelihoods.base import Sums
 from laplace.likelihoods.bernoulli import Multilabel
 from laplace.likelihoods.classes import OneOfSeveral
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.mixtures import Outputs, joined
+from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.queries import Products
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning.validation import Runs, Validation, seeded
@@ -36,6 +37,7 @@ NETWORK: Final = math.inf  # the factor of the network itself
 LEVEL: Final = 0.9  # of the interval whose coverage is counted
 _Z: Final = 1.6448536269514722  # its half-width in standard deviations
 _MOST_OUTPUTS = 32  # with more than these, covariances are not kept
+_FEW = 200  # examples that say where a scale is to be looked for
 
 Setting = tuple[float, float]  # factor of the prior precision, scale
 
@@ -46,12 +48,14 @@ class Scored:
 
     Attributes:
         losses: Negative log-likelihoods, (N,), in float64.
+        weights: The weights of these examples, (N,); None: 1 for all.
         entropies: Entropies of the predictive on outside inputs, (M,), if there are any.
         confidence: Probabilities of the predicted classes, (K,). None for a regression.
         correct: Whether the predicted class is the label, or whether the label lies in its 90 % interval, (K,).
     """
 
     losses: Tensor
+    weights: Tensor | None = None
     entropies: Tensor | None = None
     confidence: Tensor | None = None
     correct: Tensor | None = None
@@ -83,27 +87,42 @@ class HeldOut:
         scales = [fit.likelihood.curvature_scale(fit.kind, s) for s in (torch.full_like(sigma, scale), sigma)]
         return float(scales[0] / scales[1])
 
-    def scores(self, settings: Sequence[Setting], in_detail: bool = False) -> list[Scored]:
-        """Score settings, all of them on the same examples in the same order."""
+    def keep(self, factors: Sequence[float]) -> None:
+        """Run the network once for all these factors, and keep the Gaussians of its outputs if they are small."""
+        for _ in self._remembered(factors):
+            pass
+        for _ in () if self._outside is None else self._outside.gaussians(factors):
+            pass
+
+    def scores(self, settings: Sequence[Setting], in_detail: bool = False, few: bool = False) -> list[Scored]:
+        """Score settings, all of them on the same examples in the same order; if `few`, on some of those kept."""
         by_factor: dict[float, list[Setting]] = {}
         for setting in settings:
             by_factor.setdefault(setting[0], []).append(setting)
+        limit = _FEW if few and self._inside.targets is not None else None
         found: dict[Setting, list[Scored]] = {setting: [] for setting in settings}
-        targets: list[Targets] = []
-        sums: list[Sums] = []
-        for factor, outputs, labels in self._inside.gaussians(list(by_factor)):
-            if factor == next(iter(by_factor)):
-                targets.append(labels)
-                sums.append(self.likelihood.sums(outputs.mean, labels))
+        for factor, outputs, labels in self._remembered(list(by_factor)):
+            some, targets = _some(outputs, limit), _some_targets(labels, limit)
             for setting in by_factor[factor]:
-                found[setting].append(self._score(setting, outputs, labels, in_detail))
-        self._remember(targets, sums)
+                found[setting].append(self._score(setting, some, targets, in_detail))
         outside: dict[Setting, list[Tensor]] = {setting: [] for setting in settings}
         for factor, outputs, _ in () if self._outside is None else self._outside.gaussians(list(by_factor)):
+            some = _some(outputs, limit)
             for setting in by_factor[factor]:
-                seen, p, sigma = self._predicted(setting, outputs)
+                seen, p, sigma = self._predicted(setting, some)
                 outside[setting].append(self.likelihood.entropy(seen, p, sigma).double())
         return [_together(found[setting], outside[setting]) for setting in settings]
+
+    def _remembered(self, factors: Sequence[float]) -> Iterator[tuple[float, OutputGaussian, Targets]]:
+        """Yield the Gaussians of some factors, and remember what is known of the examples."""
+        targets: list[Targets] = []
+        sums: list[Sums] = []
+        for factor, outputs, labels in self._inside.gaussians(factors):
+            if factor == factors[0]:
+                targets.append(labels)
+                sums.append(self.likelihood.sums(outputs.mean, labels))
+            yield factor, outputs, labels
+        self._remember(targets, sums)
 
     def _remember(self, targets: Sequence[Targets], sums: Sequence[Sums]) -> None:
         whole = joined_targets(targets)
@@ -113,9 +132,10 @@ class HeldOut:
     def _score(self, setting: Setting, outputs: OutputGaussian, targets: Targets, in_detail: bool) -> Scored:
         seen, p, sigma = self._predicted(setting, outputs)
         losses = -self.likelihood.log_predictive(seen, p, targets.y, sigma).double()
+        weights = None if targets.weights is None else targets.weights.double()
         if not in_detail:
-            return Scored(losses)
-        return Scored(losses, None, *judged(self.likelihood, seen, p, targets, sigma))
+            return Scored(losses, weights)
+        return Scored(losses, weights, None, *judged(self.likelihood, seen, p, targets, sigma))
 
     def _predicted(self, setting: Setting, outputs: OutputGaussian) -> tuple[OutputGaussian, Tensor | None, Tensor]:
         """Return the outputs at a scale, what they stand for, and the noise."""
@@ -151,7 +171,7 @@ class _Kept:
             return
         wanted = list(dict.fromkeys([*self.kept, *factors]))  # examples may come in another order: all are made again
         self.kept, self.targets = {}, None
-        parts: dict[float, list[OutputGaussian | OutputSamples]] = {factor: [] for factor in wanted}
+        parts: dict[float, list[Outputs]] = {factor: [] for factor in wanted}
         labels: list[Targets] = []
         held, room, keeps = 0, self.budget.chunk, self._can_be_kept
         for factor, outputs, targets in self._read(wanted):
@@ -233,7 +253,28 @@ def _together(parts: Sequence[Scored], entropies: Sequence[Tensor]) -> Scored:
 
     losses, *details = (cat([getattr(part, name) for part in parts]) for name in ("losses", "confidence", "correct"))
     assert losses is not None
-    return Scored(losses, cat(entropies), *details)
+    weights = None
+    if any(part.weights is not None for part in parts):
+        weights = torch.cat([torch.ones_like(p.losses) if p.weights is None else p.weights for p in parts])
+    return Scored(losses, weights, cat(entropies), *details)
+
+
+def _some(outputs: OutputGaussian, limit: int | None) -> OutputGaussian:
+    """Return the Gaussian at no more than so many examples, evenly spread."""
+    n = len(outputs.mean)
+    return outputs if limit is None or limit >= n else outputs.map_rows(lambda t: t[_spread(n, limit)])
+
+
+def _some_targets(targets: Targets, limit: int | None) -> Targets:
+    n = len(targets.y)
+    if limit is None or limit >= n:
+        return targets
+    rows = _spread(n, limit)
+    return Targets(targets.y[rows], None if targets.weights is None else targets.weights[rows])
+
+
+def _spread(n: int, limit: int) -> Tensor:
+    return torch.linspace(0, n - 1, limit).round().long()
 
 
 def _certain(f: Tensor) -> OutputGaussian:
@@ -241,7 +282,7 @@ def _certain(f: Tensor) -> OutputGaussian:
     return OutputGaussian(f, torch.zeros_like(f))
 
 
-def _joined(parts: list[OutputGaussian | OutputSamples]) -> OutputGaussian:
+def _joined(parts: list[Outputs]) -> OutputGaussian:
     whole = joined(parts)
     assert isinstance(whole, OutputGaussian)
     return whole

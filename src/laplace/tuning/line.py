@@ -23,6 +23,8 @@ class Line:
         low: The smallest x.
         high: The largest x.
         tolerance: How near to the minimum the search ends.
+        smooth: Whether a parabola's word will do: the search ends where its lowest point is known already. Otherwise it
+            ends where points on both sides are that near.
         seen: The value at every point that was asked for.
     """
 
@@ -30,6 +32,7 @@ class Line:
     low: float
     high: float
     tolerance: float = 1e-3
+    smooth: bool = False
     seen: dict[float, float] = field(default_factory=dict)
     rounds: int = 0
 
@@ -73,6 +76,8 @@ class Line:
             return []
         flank = max(_FLANK * (c - a), 0.9 * self.tolerance)
         middle = min(max(self._vertex(a, b, c), a + flank), c - flank)
+        if self.smooth:
+            return [] if abs(middle - b) <= self.tolerance else [middle]
         found = {middle - flank, middle, middle + flank} - {a, b, c}
         inside = sorted(x for x in found if a < x < c and min(abs(x - y) for y in (a, b, c)) > 0.1 * self.tolerance)
         return inside or [(a + b) / 2, (b + c) / 2]

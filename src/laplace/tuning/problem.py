@@ -61,7 +61,7 @@ class Scoring:
     bounds: Mapping[str, tuple[float, float]] | None = None
     train_loader: Iterable[Any] | None = None
     seed: int = 0
-    progress_bar: bool = False
+    progress_bar: bool | None = None
     reduce: Reduce = alone
 
 
@@ -251,7 +251,13 @@ def how_scored(
 
 
 def validation_of(
-    la: Posteriors, how: How, loader: Any, ood_loader: Any, progress_bar: bool, again: bool, reduce: Reduce = alone
+    la: Posteriors,
+    how: How,
+    loader: Any,
+    ood_loader: Any,
+    progress_bar: bool | None,
+    again: bool,
+    reduce: Reduce = alone,
 ) -> Validation:
     """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
     loader = dataloader_of(loader, "val")
@@ -276,13 +282,13 @@ def validation_of(
     return Validation(how, lambda: _labelled_runs(la, loader, progress_bar), outside, la.runner.spec.budget, reduce)
 
 
-def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:
+def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool | None) -> Labelled:
     for batch in la.runner.batches(loader, progress_bar, "validation"):
         with within(f"validation batch {batch.index}"):
             yield from labelled(la.runner, la.posterior, batch)
 
 
-def _outside_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:
+def _outside_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool | None) -> Labelled:
     for where, inputs in prediction_batches(loader, la.runner.spec.keys, {}, progress_bar, "out-of-distribution batch"):
         with within(where or "ood_loader"):
             for forward in la.runner.runs(la.posterior.fit, inputs):

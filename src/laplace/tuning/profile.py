@@ -6,13 +6,15 @@ hyperprior adds its negative logarithm, divided by the number of examples:
     [ log(1 + (log T / 0.3)^2) + min(d^2, 3^2) / 2 ] / N,    d = log10(prior precision / that of the evidence)
 
 so 200 examples are held back by it, and 20,000 do not feel it. Its tails are heavy: a network that is far too sure, and
-needs T = 3, is not held back by much.
+needs T = 3, is not held back by much. A posterior whose noise is below the residuals r of the data that the network was
+fitted to gets (log(r / sigma) / 0.1)^2 / 2 in the place of the first term: noise is rarely smaller on new data, but a
+few examples whose wide posterior happens to explain their errors ask for that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,8 +30,10 @@ CAP: Final = 0.005  # nats per example that the wider posterior may cost against
 NEGLIGIBLE: Final = 0.001  # nats per example: so much counts as equally good, however small the standard error is
 _TEMPERATURES = math.log(20)  # of the search, on each side of 1
 _WIDTH, _DECADES = 0.3, 3.0  # of the hyperprior: width of log T; decades beyond which it is flat
-_HOPELESS = 0.25  # nats per output above the best, where the search of a scale ends
+_BELOW = 0.1  # its width of log sigma below the residuals in training
+_HOPELESS = 0.1  # nats per output above the best, where the search of a scale ends
 _NO_MORE = 1e-4  # nats between the narrowest posterior of the grid and the network, or between its last two steps
+_SAME = 1e-5  # nats between a posterior and the network, where its best scale is the network's
 _MOST_ADDED = 24  # half decades added to the grid on one side
 
 
@@ -59,37 +63,64 @@ class Profile:
     """Searches the scale of each factor, and extends the grid of factors where its ends are not the end."""
 
     def __init__(self, held_out: HeldOut, ood_weight: float, start: float, centre: float | None) -> None:
-        self.held_out, self.ood_weight, self.centre = held_out, ood_weight, centre
+        self.held_out, self.ood_weight, self.start, self.centre = held_out, ood_weight, start, centre
         self.lines: dict[float, Line] = {}
         self._line = _lines(held_out.scale, start)
         self._objectives: dict[Setting, float] = {}
         self._hopeless = _HOPELESS * (held_out.posterior.fit.n_outputs if held_out.scale == "sigma_noise" else 1)
-        self._add([NETWORK, *half_decades(-HALF_DECADES, HALF_DECADES)])
 
     def search(self) -> None:
-        """Find the best scale of each factor; those of posteriors are looked for around the network's own."""
-        if self.held_out.scale == "softmax_temperature":
-            self._score([(factor, 1.0) for factor in self.lines])  # all at once: the network runs once
-            factors, self.lines = self.factors, {NETWORK: self.lines[NETWORK]}
-            self._descend()
-            self._line = _around(self.lines[NETWORK].best)
-            self.lines |= {factor: self._line() for factor in factors}
-        self._descend()
-        line, top = self.lines[NETWORK], max(self.factors)
-        shared = set(self.lines[top].seen) & set(line.seen)
-        scale = _scale(min(shared, key=line.seen.__getitem__))
-        away = abs(self._objectives[top, scale] - self._objectives[NETWORK, scale])
-        if away > _NO_MORE:
+        """Find the best scale of each factor. Factors that are hopeless at every scale are left out."""
+        self._explore(half_decades(-HALF_DECADES, HALF_DECADES))
+        top = max(self.factors)
+        if (away := self._from_network(top)) > _NO_MORE:
             steps = min(_MOST_ADDED, math.ceil(2 * math.log10(away / _NO_MORE)))
-            self._add([top * step for step in half_decades(1, steps)])
-            self._descend()
+            self._explore([top * step for step in half_decades(1, steps)])
         for _ in range(_MOST_ADDED // 4):
             widest, next_widest = sorted(self.factors)[:2]
             lowest = min(self.factors, key=lambda factor: self.lines[factor].value)
             gain = self.lines[next_widest].value - self.lines[widest].value
-            if lowest != widest or gain < _NO_MORE or not self._add([widest * s for s in half_decades(-4, -1)]):
+            wider = [widest * step for step in half_decades(-4, -1)]
+            if lowest != widest or gain < _NO_MORE or not self._explore(wider):
                 break
+
+    def _explore(self, factors: Sequence[float]) -> bool:
+        """Search the scales of further factors. Return whether there is any posterior in this dtype among them."""
+        usable = [factor for factor in factors if self._has_posterior(factor)]
+        if self.held_out.scale == "softmax_temperature" and usable:
+            usable = self._looked_for(usable)
+        else:
+            self.lines |= {factor: self._line() for factor in ([] if NETWORK in self.lines else [NETWORK]) + usable}
+        self._descend()
+        return bool(usable)
+
+    def _looked_for(self, factors: Sequence[float]) -> list[float]:
+        """Find where each log T is by a few of the examples, and begin there. Return the factors that have a chance.
+
+        Links cost more than softmax, and most where the posterior is so wide that it is hopeless.
+        """
+        self.held_out.keep([NETWORK, *factors])
+        if NETWORK not in self.lines:
+            self.lines[NETWORK] = self._line()
             self._descend()
+        own = self.lines[NETWORK].best
+        few = {factor: _around(own) for factor in factors} | {NETWORK: _around(own)}
+        descend(few, self._few_totals, self._hopeless)
+        lowest = min(line.value for line in few.values())
+        narrowest = max([*self.factors, *factors])
+        going = [f for f in factors if few[f].value <= lowest + self._hopeless or f == narrowest]
+        self._score([(factor, _scale(own)) for factor in going])
+        for factor in going:
+            same = self._from_network(factor) <= _SAME
+            self.lines[factor] = _near([own] if same else [few[factor].best + step for step in (-0.15, 0.0, 0.15)])
+        return going
+
+    def _from_network(self, factor: float) -> float:
+        """Return how far a factor's objective is from the network's, at the best scale of both that was scored."""
+        scales = {scale for each, scale in self._objectives if each == factor}
+        both = [scale for scale in scales if (NETWORK, scale) in self._objectives]
+        scale = min(both, key=lambda scale: self._objectives[NETWORK, scale])
+        return abs(self._objectives[factor, scale] - self._objectives[NETWORK, scale])
 
     @property
     def factors(self) -> list[float]:
@@ -111,8 +142,11 @@ class Profile:
         factor, scale = setting
         if self.centre is None:
             return 0.0
-        softmax = self.held_out.scale == "softmax_temperature"
-        value = math.log1p((math.log(scale) / _WIDTH) ** 2) if softmax else 0.0
+        value = 0.0
+        if self.held_out.scale == "softmax_temperature":
+            value = math.log1p((math.log(scale) / _WIDTH) ** 2)
+        elif self.held_out.scale == "sigma_noise" and factor < NETWORK:
+            value = 0.5 * (max(0.0, math.log(self.start / scale)) / _BELOW) ** 2
         distance = math.log10(factor * self.held_out.rescaling(scale) / self.centre) if factor < NETWORK else _DECADES
         return (value + 0.5 * min(distance**2, _DECADES**2)) / count(self.held_out.weights, self.held_out.targets)
 
@@ -126,14 +160,8 @@ class Profile:
         return mean, math.sqrt(variance)
 
     def _objective(self, scored: Scored) -> float:
-        value = paired(scored.losses, self.held_out.weights)[0]
+        value = paired(scored.losses, scored.weights)[0]
         return value - (0.0 if scored.entropies is None else self.ood_weight * float(scored.entropies.mean()))
-
-    def _add(self, factors: Sequence[float]) -> bool:
-        """Add factors to the grid. Leave out those at which there is no posterior in this dtype."""
-        usable = [factor for factor in factors if factor == NETWORK or self._has_posterior(factor)]
-        self.lines |= {factor: self._line() for factor in usable}
-        return bool(usable)
 
     def _has_posterior(self, factor: float) -> bool:
         try:
@@ -143,18 +171,17 @@ class Profile:
             return False
 
     def _descend(self) -> None:
-        """Search all scales in rounds, each of which scores a few scales of every factor."""
-        while True:
-            lowest = min((line.value for line in self.lines.values() if line.seen), default=math.inf)
-            going = [f for f, line in self.lines.items() if not line.seen or line.value <= lowest + self._hopeless]
-            asked = {factor: points for factor in going if (points := self.lines[factor].ask())}
-            if not asked:
-                return
-            settings = [(factor, _scale(u)) for factor, points in asked.items() for u in points]
-            self._score([setting for setting in settings if setting not in self._objectives])
-            for factor, points in asked.items():
-                here = [(factor, _scale(u)) for u in points]
-                self.lines[factor].take(points, [self._objectives[s] + self.penalty(s) for s in here])
+        """Search all scales that are not found yet."""
+        descend(self.lines, self._totals, self._hopeless)
+
+    def _totals(self, settings: Sequence[Setting]) -> list[float]:
+        self._score([setting for setting in settings if setting not in self._objectives])
+        return [self._objectives[setting] + self.penalty(setting) for setting in settings]
+
+    def _few_totals(self, settings: Sequence[Setting]) -> list[float]:
+        found = [self._objective(scored) for scored in self.held_out.scores(settings, few=True)]
+        self._require_finite(settings, found)
+        return [value + self.penalty(setting) for value, setting in zip(found, settings, strict=True)]
 
     def _score(self, settings: Sequence[Setting]) -> None:
         """Find the objectives of settings, and keep them."""
@@ -174,6 +201,22 @@ class Profile:
             )
 
 
+def descend(lines: Mapping[float, Line], totals: Callable[[Sequence[Setting]], list[float]], hopeless: float) -> None:
+    """Search the scales of all factors in rounds, each of which scores a few scales of every factor.
+
+    Factors that are worse than the best by more than `hopeless` are left as they are.
+    """
+    while True:
+        lowest = min((line.value for line in lines.values() if line.seen), default=math.inf)
+        going = [f for f, line in lines.items() if not line.seen or line.value <= lowest + hopeless]
+        asked = {factor: points for factor in going if (points := lines[factor].ask())}
+        if not asked:
+            return
+        found = iter(totals([(factor, _scale(u)) for factor, points in asked.items() for u in points]))
+        for factor, points in asked.items():
+            lines[factor].take(points, [next(found) for _ in points])
+
+
 def best_of(candidates: Sequence[Candidate], references: Sequence[Candidate]) -> Candidate:
     """Return the lowest of the candidates that are no worse than each reference, without the hyperprior."""
     limit = min(each.objective for each in references)
@@ -188,15 +231,17 @@ def widest_of(
 ) -> Candidate:
     """Return the widest posterior within one standard error of the best that surely costs little.
 
-    It may cost up to its standard error against the references, and with another standard error added no more than
-    `CAP`: the fewer the examples, the narrower it is.
+    It may cost up to its standard error against the references, and with two standard errors added no more than `CAP`:
+    the fewer the examples, the narrower it is. A gain counts only if it is larger than two standard errors. Otherwise a
+    posterior that does the work of a temperature would pass, and be as much worse on new data as it was better here.
     """
     limit = min(references, key=lambda each: each.objective)
 
     def eligible(each: Candidate) -> bool:
         extra, error = difference(each, limit)
         near = each.total - best.total <= max(difference(each, best)[1], NEGLIGIBLE)
-        return near and extra <= max(error, NEGLIGIBLE) and extra + error <= CAP and each.setting[0] < NETWORK
+        sure = extra + 2 * error <= 0 or max(extra, 0.0) + 2 * error <= CAP
+        return near and extra <= max(error, NEGLIGIBLE) and sure and each.setting[0] < NETWORK
 
     return min(filter(eligible, candidates), key=lambda each: each.setting[0], default=best)
 
@@ -232,15 +277,19 @@ def _lines(scale: str | None, start: float) -> Callable[[], Line]:
     return lambda: Line(grid, centre - 40, centre + 40)
 
 
-def _around(centre: float) -> Callable[[], Line]:
-    """Return what makes the search of a posterior's log T: links cost more than softmax, so it begins with few points.
+def _around(centre: float) -> Line:
+    """Return the first search of a posterior's log T: a wide posterior needs a smaller T than the network."""
+    grid = _within([centre + step for step in (-1.0, -0.5, 0.0, 0.5)])
+    return Line(grid, -_TEMPERATURES, _TEMPERATURES, tolerance=0.05, smooth=True)
 
-    A wide posterior needs a smaller T than the network. The objective is flat at its minimum: 0.01 in log T is near
-    enough.
-    """
-    near = {min(max(centre + step, -_TEMPERATURES), _TEMPERATURES) for step in (-1.0, -0.5, 0.0, 0.5)}
-    grid = sorted({*near, 0.0})  # at T = 1 all were scored
-    return lambda: Line(grid, -_TEMPERATURES, _TEMPERATURES, tolerance=0.01)
+
+def _near(points: Sequence[float]) -> Line:
+    """Return the last search of a posterior's log T. The objective is flat at its minimum: 0.01 is near enough."""
+    return Line(_within(points), -_TEMPERATURES, _TEMPERATURES, tolerance=0.01, smooth=True)
+
+
+def _within(points: Sequence[float]) -> list[float]:
+    return sorted({min(max(x, -_TEMPERATURES), _TEMPERATURES) for x in points})
 
 
 def _scale(u: float) -> float:

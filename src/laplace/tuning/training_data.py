@@ -47,7 +47,7 @@ class Sample:
                 "than once. Give a DataLoader or a list of batches."
             )
 
-    def batches(self, runner: Runner, what: str, progress_bar: bool = False) -> Iterator[Batch]:
+    def batches(self, runner: Runner, what: str, progress_bar: bool | None = None) -> Iterator[Batch]:
         """Yield the batches of the sample, with at most `most` examples in all.
 
         Small ones are joined up to the size of the loader's own, or further while their inputs are small: a look at a
@@ -82,7 +82,7 @@ class Sample:
             return [loader[i] for i in torch.linspace(0, len(loader) - 1, count).round().long().tolist()]
         return _first(loader, self.most)
 
-    def runs(self, runner: Runner, posterior: Posterior, what: str, progress_bar: bool = False) -> Labelled:
+    def runs(self, runner: Runner, posterior: Posterior, what: str, progress_bar: bool | None = None) -> Labelled:
         """Yield runs of the network on the sample, with their labels."""
         for batch in self.batches(runner, what, progress_bar):
             with within(f"{what} batch {batch.index}"):

@@ -6,6 +6,7 @@ numbers are kept. So the subset does not depend on batch sizes or processes, and
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class _Seen:
     curvature: OutputCurvature
 
     def only(self, index: Tensor) -> _Seen:
-        inputs = self.inputs.at(index)  # copied: a loader may reuse its memory
+        inputs = self.inputs.at(index)
         return _Seen(
             self.keys[index], self.numbers[index], inputs, self.curvature.part(index.to(self.curvature.device))
         )
@@ -54,16 +55,14 @@ class Subset:
                 "examples. Give inputs whose tensors all have the examples in their first dimension."
             )
         keys = uniforms(n, 1, 1, torch.empty(0), Keyed(self.seed, places)).flatten()
-        parts = [*self.parts, _Seen(keys, places, inputs, curvature)]
-        sizes = [len(part.keys) for part in parts]
-        kept = torch.zeros(sum(sizes), dtype=torch.bool)
-        kept[torch.cat([part.keys for part in parts]).topk(min(self.most, len(kept)), largest=False).indices] = True
-        masks = zip(parts, kept.split(sizes), strict=True)
-        self.parts = [
-            part if part is not parts[-1] and mask.all() else part.only(mask.nonzero().flatten())
-            for part, mask in masks
-            if mask.any()
-        ]
+        new = _Seen(keys, places, inputs, curvature)
+        self.parts = _smallest([*self.parts, new], self.most, new)
+
+    def fewer(self, most: int) -> Subset:
+        """Return the points that a subset of at most `most` points would have kept."""
+        out = copy.copy(self)
+        out.most, out.parts = most, _smallest(self.parts, most, None)
+        return out
 
     def joined(self, kept: Sequence[Sequence[_Seen]]) -> Subset:
         """Return the subset of all data from those that several processes have kept, in the order of the data."""
@@ -87,3 +86,16 @@ class Subset:
         groups = gathered(batches, lambda: kept)
         joined = [group if isinstance(group, Batch) else group.joined() for group in groups]
         return Points(joined, torch.cat([part.numbers for part in self.parts]))
+
+
+def _smallest(parts: list[_Seen], most: int, new: _Seen | None) -> list[_Seen]:
+    """Return the points with the smallest keys. Those of `new` are copied: a loader may reuse its memory."""
+    sizes = [len(part.keys) for part in parts]
+    kept = torch.zeros(sum(sizes), dtype=torch.bool)
+    kept[torch.cat([part.keys for part in parts]).topk(min(most, len(kept)), largest=False).indices] = True
+    masks = zip(parts, kept.split(sizes), strict=True)
+    return [
+        part if part is not new and mask.all() else part.only(mask.nonzero().flatten())
+        for part, mask in masks
+        if mask.any()
+    ]
