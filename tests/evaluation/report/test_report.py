@@ -128,6 +128,13 @@ def test_positions_count_as_rows_and_ignored_labels_do_not():
     assert "positions" in report.data["missing"]["examples"]
 
 
+def test_a_score_of_too_many_probabilities_is_left_out(monkeypatch):
+    monkeypatch.setattr("laplace.evaluation.report.scores._MOST", 100)
+    report = made()
+    assert "classwise_ece" not in report.data["scores"][LAPLACE]
+    assert "No class-wise ECE: there are too many" in report.html
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_whole_page_and_a_json_without_nan(kind, tmp_path):
     case, out = given(kind), tmp_path / "new" / "page.html"
