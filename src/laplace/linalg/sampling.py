@@ -63,7 +63,8 @@ class SeededDraws(Draws):
 @lru_cache(maxsize=16)
 def _kept_normals(n: int, c: int, device: torch.device) -> Tensor:  # (c, n)
     generator = torch.Generator(device).manual_seed(0)
-    return _spread_normals(n, c, torch.empty(0, device=device), generator).mT.contiguous()
+    with torch.inference_mode(False):  # whose tensors autograd could not use later
+        return _spread_normals(n, c, torch.empty(0, device=device), generator).mT.contiguous()
 
 
 class Keyed(torch.Generator):
