@@ -430,6 +430,17 @@ def test_wrong_options_are_refused_before_anything_is_read(options, word):
         made(test=never(), **options)
 
 
+def test_scores_and_files_with_wrong_names_are_refused(tmp_path):
+    report = made()
+    with pytest.raises(OptionError, match="'nll'"):
+        report.score(LAPLACE, "nil")
+    with pytest.raises(OptionError, match="'Laplace'"):
+        report.score("laplace", "nll")
+    with pytest.raises(OptionError, match="html"):
+        report.save(tmp_path / "page.json")
+    assert report.save(tmp_path / "new" / "page.html").read_text() == report.html
+
+
 def test_what_has_no_report_is_refused():
     with pytest.raises(NotFittedError):
         laplace.report(Laplace(nn.Linear(2, 2), "classification"), [])
