@@ -7,9 +7,9 @@
     reduction(k) = 2 (k - 1) / k * bytes / bandwidth + 2 (k - 1) * latency per bucket of 64 MB       (a ring)
     decompositions(k) = the load of the busiest rank, when matrices are dealt out by cost
 
-First the model's form is fitted to what `many_processes.py` measured here with 1 to 4 processes (the constants fixed and
-compute, by least squares), and its error is printed. Then it is evaluated for two large networks on an assumed cluster;
-the assumptions are the constants below.
+First the model's form is fitted to what `many_processes.py` measured here with 1 to 4 processes (the constants fixed
+and compute, by least squares), and its error is printed. Then it is evaluated for two large networks on an assumed
+cluster; the assumptions are the constants below.
 """
 
 from __future__ import annotations

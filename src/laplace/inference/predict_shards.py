@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +10,12 @@ from torch import Tensor
 from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard
 from laplace.linalg.sampling import Draws
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.mixtures import Outputs, joined
 from laplace.predictive.positions import Positions
 from laplace.predictive.reshape import Reshaper
 
-Part = tuple[OutputGaussian | OutputSamples, Tensor | None]  # outputs, and the mean through the link
-Report = tuple[OutputGaussian | OutputSamples, Tensor | None, Positions, Tensor | None]
+Part = tuple[Outputs, Tensor | None]  # outputs, and the mean through the link
+Report = tuple[Outputs, Tensor | None, Positions, Tensor | None]
 
 
 def same_draws(draws: Draws, reduce: Reduce) -> Draws:
@@ -54,10 +52,6 @@ def _report(parts: Sequence[Part], shape: Reshaper, places: Tensor | None) -> Re
     return _at(outputs, None), torch.cat(means) if means else None, positions, at
 
 
-def _at(outputs: Any, index: Tensor | None) -> Any:
+def _at(outputs: Outputs, index: Tensor | None) -> Outputs:
     """Return outputs at some rows, or all without what cannot be sent."""
-    if isinstance(outputs, OutputSamples):
-        return (
-            outputs if index is None else replace(outputs, samples=outputs.samples[:, index.to(outputs.samples.device)])
-        )
     return outputs.map_rows(lambda t: t if index is None else t[index.to(t.device)])
