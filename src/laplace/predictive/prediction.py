@@ -35,6 +35,11 @@ class Prediction(Summaries):
         inverse_link: Maps outputs f to what they stand for.
         quantiles: Maps `outputs` and quantiles of a standard normal to quantiles of `inverse_link(f)`; returns None, or
             is None, if there is no closed form.
+
+    Args:
+        epistemic: The epistemic part, (N,) or (N, C); None if `parts` gives it.
+        aleatoric: The aleatoric part; None if `parts` gives it.
+        parts: Returns the epistemic and the aleatoric part. It is called when one of them is first read.
     """
 
     def __init__(
