@@ -24,6 +24,7 @@ from laplace import Laplace, report
 
 CLOTHES = ["T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
 FEATURES = ["temperature", "vacuum", "pressure", "humidity"]  # in standard deviations
+UNKNOWN = {"notMNIST": "notmnist", "MNIST": "mnist", "Kuzushiji-MNIST": "kmnist"}
 VALIDATION, OUTSIDE = 2000, 2000
 HOTTEST = 30.0  # degrees; hotter days are not trained on
 
@@ -59,7 +60,7 @@ def fashion_mnist(folder: str | None, out: Path, cache: Path | None) -> None:
     found = report(
         la,
         (x[test], y[test]),
-        ood={name: some(pixels(arrays(name, folder)["x_test"])) for name in ("notmnist", "mnist", "kmnist")},
+        ood={name: some(pixels(arrays(file, folder)["x_test"])) for name, file in UNKNOWN.items()},
         val_loader=[(x[val], y[val])],
         train_loader=train,
         shifts={"pixel noise, sd": {sd: (noisy, y[test]) for sd, noisy in noise.items()}},

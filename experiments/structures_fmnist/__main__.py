@@ -96,7 +96,7 @@ def measured(network: nn.Module, structure: str, train: Labelled, test: Labelled
 
     known = probabilities(test[0])
     predicted = time.process_time() - start
-    apart = [auroc(known.amax(-1), probabilities(x).amax(-1)) for x in outside.values()]
+    apart = [auroc(-known.amax(-1), -probabilities(x).amax(-1)) for x in outside.values()]
     return {
         "log_likelihood": round(-nll(known, test[1]), 5),
         "accuracy": accuracy(known, test[1]),

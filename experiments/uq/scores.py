@@ -28,19 +28,19 @@ def scores(
     known: str,
 ) -> dict:
     """Return the scores on each set. Unknown inputs are told apart from those of the set `known`."""
-    start, found, certain = time.process_time(), {}, {}
+    start, found, inside = time.process_time(), {}, {}
     for name, (x, y) in labelled.items():
         prediction = method.predict(x) if name == known else None
         p = _normalised(method.mean(x) if prediction is None else prediction.mean)
         found[name] = {"nll": nll(p, y), "ece": ece(p, y), "brier": brier(p, y), "accuracy": accuracy(p, y)}
         found[name]["confidence"] = float(p.amax(-1).mean())
         if prediction is not None:
-            certain = _certainty(prediction)
+            inside = _uncertainty(prediction)
     apart = {}
     for name, x in outside.items():
-        unknown = _certainty(method.predict(x))
-        apart[name] = {score: auroc(certain[score], unknown[score]) for score in certain}
-        apart[name]["mean_confidence"] = float(unknown["confidence"].mean())
+        unknown = _uncertainty(method.predict(x))
+        apart[name] = {score: auroc(inside[score], unknown[score]) for score in inside}
+        apart[name]["mean_confidence"] = 1 - float(unknown["confidence"].mean())
     return {"sets": _rounded(found), "ood": _rounded(apart), "seconds": round(time.process_time() - start, 2)}
 
 
@@ -57,11 +57,14 @@ def _normalised(p: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-def _certainty(prediction: Prediction) -> dict[str, Tensor]:
-    """Return scores that are high where an input looks known. One network without a posterior has no epistemic part."""
+def _uncertainty(prediction: Prediction) -> dict[str, Tensor]:
+    """Return scores that are high where an input looks unknown; 'confidence' is that of the other classes.
+
+    One network without a posterior has no epistemic part.
+    """
     p, epistemic = _normalised(prediction.mean), prediction.epistemic.double()
-    found = {"confidence": p.amax(-1), "entropy": -torch.special.entr(p).sum(-1)}
-    return found if float(epistemic.abs().max()) < 1e-12 else found | {"epistemic": -epistemic}
+    found = {"confidence": 1 - p.amax(-1), "entropy": torch.special.entr(p).sum(-1)}
+    return found if float(epistemic.abs().max()) < 1e-12 else found | {"epistemic": epistemic}
 
 
 def _rounded(values: dict) -> dict:

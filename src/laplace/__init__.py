@@ -12,6 +12,7 @@ from laplace import compat as compat
 from laplace import conformal as conformal
 from laplace import curvature as curvature
 from laplace import decisions as decisions
+from laplace import distributed as distributed
 from laplace import errors as errors
 from laplace import evaluation as evaluation
 from laplace import layers as layers
@@ -86,6 +87,7 @@ _ROOMS = (
     "conformal",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "layers",

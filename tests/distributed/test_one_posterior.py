@@ -55,6 +55,7 @@ def uneven(whole: TensorDataset) -> DataLoader:
 
 def difference(one: Laplace, other: Laplace, x: Tensor) -> float:
     """The largest difference between two posteriors: evidence and predictive."""
+
     def values(la: Laplace) -> list[Tensor]:
         spread = la.predict(x)
         found = [la.log_marginal_likelihood().reshape(1), la.log_likelihood.reshape(1)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis
+from laplace.backprop.gradients import Basis, Sketchable
 from laplace.backprop.head_jacobian import HeadJacobianOf, along
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import gram, in_sums, precise_gram
@@ -138,7 +138,7 @@ class HeadMoments:
 
 
 @dataclass(frozen=True)
-class HeadMomentsOf:
+class HeadMomentsOf(Sketchable):
     """Second moments of one tensor of the last layer."""
 
     features: Tensor  # (N, I)

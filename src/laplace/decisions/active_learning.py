@@ -102,12 +102,13 @@ def acquire(
     p = _probabilities(la, pool, n_samples, generator_or_none(generator))
     _require_enough(n, p.shape[1])
     joint, chosen, gains = information.JointEntropy(p, combinations, generator), [], []
+    bounds = p.new_full((p.shape[1],), torch.inf, dtype=torch.float64)
     for _ in range(n):
-        found = joint.gains()
-        found[chosen] = -torch.inf  # each input once
-        chosen.append(int(found.argmax()))
-        gains.append(found[chosen[-1]])
-        joint.add(chosen[-1])
+        best, gain = joint.best(bounds)
+        bounds[best] = -torch.inf  # each input once
+        chosen.append(best)
+        gains.append(gain)
+        joint.add(best)
     return Acquisition(torch.tensor(chosen, device=p.device), torch.stack(gains))
 
 

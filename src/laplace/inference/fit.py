@@ -106,7 +106,9 @@ def fit(
             runner.warn_once("unregistered", _unregistered(others))
         for note in spec.structure.notes(found.sums):
             runner.warn_once(note, note)
+        found.factorise_together(reduce)
     runner.adopt(weights, engine.plan, dims_of(first.inputs))
+    runner.ranks = reduce.size
     if progress is not None:
         progress.remove()
     return found

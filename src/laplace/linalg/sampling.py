@@ -123,7 +123,9 @@ def rows_keyed(
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return Rademacher signs, (k, n, c)."""
     if isinstance(generator, Keyed):
-        words = generator.hashes(-(-k * c // _BITS), like.device).unsqueeze(2) >> torch.arange(_BITS, device=like.device)
+        words = generator.hashes(-(-k * c // _BITS), like.device).unsqueeze(2) >> torch.arange(
+            _BITS, device=like.device
+        )
         bits = (words & 1).flatten(1)[:, : k * c].unflatten(1, (k, c))
     else:
         bits = torch.randint(2, (n, k, c), generator=generator, device=_device(like, generator))

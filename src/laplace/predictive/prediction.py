@@ -37,9 +37,9 @@ class Prediction(Summaries):
             is None, if there is no closed form.
 
     Args:
-        epistemic: The epistemic part, (N,) or (N, C); None if `parts` gives it.
-        aleatoric: The aleatoric part; None if `parts` gives it.
-        parts: Returns the epistemic and the aleatoric part. It is called when one of them is first read.
+        epistemic: The uncertainty that more data could remove. None if `parts` computes it.
+        aleatoric: The rest. None if `parts` computes it.
+        parts: Computes both when one of them is first read.
     """
 
     def __init__(

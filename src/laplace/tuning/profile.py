@@ -201,9 +201,7 @@ class Profile:
             )
 
 
-def descend(
-    lines: Mapping[float, Line], totals: Callable[[Sequence[Setting]], list[float]], hopeless: float
-) -> None:
+def descend(lines: Mapping[float, Line], totals: Callable[[Sequence[Setting]], list[float]], hopeless: float) -> None:
     """Search the scales of all factors in rounds, each of which scores a few scales of every factor.
 
     Factors that are worse than the best by more than `hopeless` are left as they are.

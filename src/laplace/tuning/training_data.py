@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
+from laplace.distributed import Reduce
 from laplace.errors import InputError, within
 from laplace.inference.runner import Runner
 from laplace.inference.targets import counted
@@ -117,6 +118,14 @@ class Sample:
             multiprocessing_context=loader.multiprocessing_context,
             generator=generator,  # the caller's random numbers stay as they are
         )
+
+
+def of_all_ranks(loader: Iterable[Any], most: int, reduce: Reduce) -> Iterable[Any]:
+    """Return about `most` examples of the data of all ranks, the same on each of them; of one process, all its data."""
+    if reduce.size == 1:
+        return loader
+    read = reduce.agree(lambda: [*Sample(loader, -(-most // reduce.size)).reading()])
+    return [batch for of_rank in read for batch in of_rank]
 
 
 def labelled(runner: Runner, posterior: Posterior, batch: Batch) -> Labelled:

@@ -15,7 +15,8 @@ def shelf(data: dict[str, Any], name: str, cards: list[dict[str, Any]], pictures
     images = pictures.get(name, [])
     drawn = [_card(data, card, images[i] if i < len(images) else "") for i, card in enumerate(cards)]
     wide = " wide" if any("text" in card for card in cards) else ""
-    return f'<h3>{escape(name[:1].upper() + name[1:])}</h3><div class="shelf{wide}">{"".join(drawn)}</div>'
+    title = name if ": " in name else name[:1].upper() + name[1:]  # the name of a data set stays as it is
+    return f'<h3>{escape(title)}</h3><div class="shelf{wide}">{"".join(drawn)}</div>'
 
 
 def _card(data: dict[str, Any], card: dict[str, Any], picture: str) -> str:
@@ -38,7 +39,8 @@ def _card(data: dict[str, Any], card: dict[str, Any], picture: str) -> str:
 def _said(names: list[str] | None, card: dict[str, Any]) -> list[str]:
     """Return what was predicted, and what is true."""
     if "confidence" in card:
-        said = f"<p>says <b>{escape(_classes(names, card['predicted']))}</b>, {100 * card['confidence']:.1f} % sure</p>"
+        sure = "over 99.9" if card["confidence"] >= 0.9995 else f"{100 * card['confidence']:.1f}"
+        said = f"<p>says <b>{escape(_classes(names, card['predicted']))}</b>, {sure} % sure</p>"
         return [said, *([f"<p>is {escape(_classes(names, card['label']))}</p>"] if "label" in card else [])]
     if "predicted" not in card:
         return []

@@ -34,25 +34,26 @@ def against(case: Case) -> Iterator[Verdict]:
         if method not in case.measured.gains:
             continue
         gain = case.measured.gains[method]["nll"]
+        better = "better" if gain.value > 0 else "worse"
         ends = sorted([gain.low, gain.high], key=abs)
         written = [f"{abs(end):.3f}" if gain.excludes(0) else f"{end:+.3f}" for end in ends]
-        size = f"{abs(gain.value):.3f} nats per example ({' to '.join(written)})"
+        size = f"{abs(gain.value):.3f} nats per example (95 % interval {' to '.join(written)})."
         if gain.value < -worse and gain.high < 0:
             yield Verdict(
                 "bad" if method == NETWORK else "warn",
                 f"against {method}",
                 f"Laplace predicts worse than {called[method]}.",
-                f"By {size}.",
+                f"By {size}",
                 *calibrate(case),
             )
         elif gain.value > worse and gain.low > 0:
-            yield Verdict("good", f"against {method}", f"Laplace predicts better than {called[method]}.", f"By {size}.")
+            yield Verdict("good", f"against {method}", f"Laplace predicts better than {called[method]}.", f"By {size}")
         else:
             yield Verdict(
                 "good" if method == NETWORK else "note",
                 f"against {method}",
                 f"Laplace predicts as well as {called[method]}.",
-                f"The difference is {size}.",
+                f"It is {better} by {size}",
             )
 
 

@@ -171,7 +171,7 @@ _ERRORS: dict[str, Score] = {
     "mce": Score(
         "MCE",
         _calibration(lambda p, correct: weighted.calibration_error(p, correct, largest=True)),
-        "lower", True, True, 1, "the largest gap of a bin, however few it holds",
+        "lower", True, False, 1, "the largest gap of a bin, however few it holds",
     ),
 }  # fmt: skip
 _AURC = Score("AURC", _risk, "lower", note="area under the risk-coverage curve")
