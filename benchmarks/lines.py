@@ -28,6 +28,7 @@ PASSES: Final = {  # what a work is measured against
     "la(x)": "of_one",
     "la.predict(x)": "of_one",
     "epistemic": "of_one",
+    "default link": "of_one",
 }
 
 
@@ -84,6 +85,7 @@ def one_input(make: Callable[[], tuple[nn.Module, Any, Any, int]]) -> Works:
         "la(x)": lambda: partial(la, one),
         "la.predict(x)": lambda: partial(la.predict, one, link_approx="probit"),
         "epistemic": lambda: lambda: la.predict(one, link_approx="probit").epistemic,
+        "default link": lambda: partial(la.predict, one),
     }
 
 

@@ -33,13 +33,17 @@ class Pool:
         self.calls = [context.Queue() for _ in range(size)]
         self.results = context.Queue()
         self.processes = [
-            context.Process(target=_serve, args=(rank, size, self.folder.name, calls, self.results, sys.path), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, size, self.folder.name, calls, self.results, sys.path), daemon=True
+            )
             for rank, calls in enumerate(self.calls)
         ]
         for process in self.processes:
             process.start()
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS, lost: Sequence[int] = ()) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS, lost: Sequence[int] = ()
+    ) -> list[Any]:
         """Call function(*args) on every rank, and return what each returned. Ranks that are `lost` do not answer."""
         if self.closed:  # after a check that failed
             self._start()
@@ -52,7 +56,9 @@ class Pool:
                 rank, value, error = self.results.get(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
                 self.close()
-                raise AssertionError(f"{function.__name__} hangs: ranks {sorted(found)} of {self.size} answered") from None
+                raise AssertionError(
+                    f"{function.__name__} hangs: ranks {sorted(found)} of {self.size} answered"
+                ) from None
             if error is not None:
                 self.close()
                 raise AssertionError(f"rank {rank} of {self.size} in {function.__name__}:\n{error}")
@@ -74,7 +80,9 @@ def _serve(rank: int, size: int, folder: str, calls: Any, results: Any, path: li
     torch.set_num_threads(1)
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)})
     meeting = f"file://{folder}/meeting"
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    distributed.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     modules: dict[str, Any] = {}
     while True:
         file, name, args = calls.get()

@@ -25,6 +25,7 @@ ROOMS = (
     "conformal",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "integrations.huggingface",

@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("compat",),
     ("utils", "baselaplace", "lllaplace", "subnetlaplace", "marglik_training"),  # where laplace-torch has its names
     ("__init__",),
-    ("demo",),
+    ("demo", "commands"),
     ("cli",),
 )
 DOORS = {f"curvature.{name}" for name in ("asdfghjkl", "asdl", "backpack", "curvature", "curvlinops")}

@@ -11,6 +11,7 @@ import laplace
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning, OptionError
 from laplace.structures import STRUCTURES
+from networks import make
 
 
 def network(hidden: int = 30) -> nn.Sequential:
@@ -178,3 +179,16 @@ def test_options_of_laplace_are_those_of_the_plan():
     small, large = (laplace.plan(network(), batch(), "classification", "all", rank=rank) for rank in (5, 50))
     assert small["lowrank"].bytes < large["lowrank"].bytes
     assert small["kron"].bytes == large["kron"].bytes
+
+
+def test_ranks_share_examples_and_decompositions_of_blocks():
+    model, x, y = make("mlp", "classification")
+    one, four = (laplace.plan(model, (x, y), "classification", "all", n_data=1000, ranks=ranks) for ranks in (1, 4))
+    for option in one:
+        assert four[option.structure].bytes == option.bytes
+    for name in ("kron", "diag", "ekfac"):
+        assert four[name].epochs == pytest.approx(one[name].epochs / 4)
+    assert one["full"].epochs / 4 < four["full"].epochs < one["full"].epochs  # every rank decomposes the whole matrix
+    assert "250 on each of 4 ranks" in repr(four)
+    with pytest.raises(OptionError, match="ranks=0"):
+        laplace.plan(model, (x, y), "classification", ranks=0)

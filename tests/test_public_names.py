@@ -29,12 +29,14 @@ CONCEPTS = {
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 }
 ROOMS = {
     "compat",
     "conformal",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "layers",

@@ -12,6 +12,7 @@ from laplace import compat as compat
 from laplace import conformal as conformal
 from laplace import curvature as curvature
 from laplace import decisions as decisions
+from laplace import distributed as distributed
 from laplace import errors as errors
 from laplace import evaluation as evaluation
 from laplace import layers as layers
@@ -51,6 +52,7 @@ from laplace.compat.functional import BaseFunctionalLaplace as BaseFunctionalLap
 from laplace.compat.functional import FunctionalLaplace as FunctionalLaplace
 from laplace.compat.functional import FunctionalLLLaplace as FunctionalLLLaplace
 from laplace.compat.functional import VaLLA as VaLLA
+from laplace.evaluation.report.call import report
 from laplace.laplace import Laplace
 from laplace.layers import register_rule
 from laplace.likelihoods import (
@@ -78,12 +80,14 @@ __all__ = [
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 ]
 _ROOMS = (
     "compat",
     "conformal",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "layers",

@@ -288,7 +288,7 @@ class Laplace:
         """
         train_loader, override = training_data(train_loader, override, y, batch_size, collate_fn)
         before = None if flag(override, "override") else self.values.fit
-        reduce = reduce_over(group, self.runner.wrapped, train_loader)
+        reduce = reduce_over(group, self.runner.spread, train_loader)
         if group is OWN:
             self.runner.notice_processes()
         journal = None

@@ -279,12 +279,12 @@ def estimator_named(
 def name_of_backend(backend: Any) -> str | None:
     """Return the name of a backend that is given by name, as a class, or as an object of that class.
 
-    An object that was read from a posterior (`la.backend`) knows in `asked_for` which one was asked for there, if any.
+    An object that was read from a posterior (`la.backend`) knows in `_asked_for` which one was asked for there, if any.
     """
     if backend is None or isinstance(backend, str):
         return backend
-    if hasattr(backend, "asked_for"):
-        return backend.asked_for
+    if hasattr(backend, "_asked_for"):
+        return backend._asked_for
     return getattr(backend, "__name__", type(backend).__name__)
 
 

@@ -241,6 +241,11 @@ def test_too_few_examples_give_infinite_sets_and_say_so():
     assert low.isneginf().all()
     assert high.isposinf().all()
     assert made.interval(regression(mean, std), 0.8)[0].isfinite().all()
+    with pytest.warns(LaplaceWarning, match=r"level=0\.95 needs at least 19 .* all numbers, from minus"):
+        made.interval(regression(mean, std), 0.95)
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        made.interval(regression(mean, std), 0.95)
     assert made.coverage_test(regression(mean, std), y).p_value == 1
     p, y = random_classes(40, 3)
     y[y == 2] = 1

@@ -119,7 +119,9 @@ def test_a_rank_that_fails_ends_the_call_on_all_ranks(two):
         assert one[name][0] == kind, (name, one[name])
         assert re.search(message, one[name][1], re.DOTALL), one[name]
         assert zero[name][0] == other, (name, zero[name])
-        assert re.search(rf"rank 1 failed, .*{kind}.*{message.removeprefix('rank 1: ')}", zero[name][1], re.DOTALL), zero[name]
+        assert re.search(rf"rank 1 failed, .*{kind}.*{message.removeprefix('rank 1: ')}", zero[name][1], re.DOTALL), (
+            zero[name]
+        )
     for found in (zero, one):
         assert found["nobody has data"][0] == "InputError"
         assert re.search("ranks 0 and 1 read the same 15 examples", found["the same data"][1])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,7 +66,7 @@ def test_a_network_in_ddp_is_taken_out_of_it(two, tmp_path):
         assert found["loaded"]
         assert found["mode"]
         assert found["compiled"] == N
-        assert "the network is in DistributedDataParallel, on 2 ranks. Write group=" in found["refused"]
+        assert "this is a network in DistributedDataParallel, on 2 ranks. Write group=" in found["refused"]
 
 
 def sharded(subset: Any) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def refusals() -> dict[str, str]:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fit([*whole])()
-    found["plain"] = str([w for w in warned if w.category is ProcessesWarning][0].message)
+    found["plain"] = str(next(w for w in warned if w.category is ProcessesWarning).message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found["alone"] = str(Laplace(model, "classification").fit(sharded, group=None).n_data)

@@ -32,8 +32,8 @@ from laplace.weights import FoundLastLayer, Selection, Subnetwork
 
 KIND = "fit in progress"
 _SUMS = {"grams": Mapping, "others": Mapping, "generators": Mapping, "like": Tensor, "_before": Mapping,
-         "data": Mapping, "_n_before": int, "n_data": int, "n_outputs": int, "_readings": int,
-         "_runs": int, "_seed": int, "_compared": bool, "_together": bool, "_counting": bool, "_forms": (list, tuple)}  # fmt: skip
+         "data": Mapping, "_n_before": int, "n_data": int, "n_outputs": int, "_readings": int, "_runs": int,
+         "_seed": int, "_compared": bool, "_together": bool, "_counting": bool, "_forms": (list, tuple)}  # fmt: skip
 
 
 class Progress:
@@ -145,12 +145,16 @@ class Progress:
 def _of_rank(path: Path, reduce: Reduce) -> Path:
     """Return the file of one rank. Refuse those that another number of ranks has left."""
     ending = re.compile(rf"{re.escape(path.name)}\.rank\d+of(\d+)")
-    there = [found for other in path.parent.glob(f"{glob.escape(path.name)}.rank*") if (found := ending.fullmatch(other.name))]
+    there = [
+        found
+        for other in path.parent.glob(f"{glob.escape(path.name)}.rank*")
+        if (found := ending.fullmatch(other.name))
+    ]
     others = {int(found[1]) for found in there} - {reduce.size}
     if others:
         raise CheckpointError(
-            f"checkpoint={str(path)!r} was left by {others.pop()} ranks; these are {reduce.size}, which read other parts "
-            "of the data. Start as many as before, or remove the files to start anew."
+            f"checkpoint={str(path)!r} was left by {others.pop()} ranks; these are {reduce.size}, which read other "
+            "parts of the data. Start as many as before, or remove the files to start anew."
         )
     return path.with_name(f"{path.name}.rank{reduce.rank}of{reduce.size}")
 

@@ -62,7 +62,7 @@ class CurvatureInterface:
     """
 
     _kind: ClassVar[str | None] = None
-    asked_for: str | None
+    _asked_for: str | None
 
     def __init__(
         self,
@@ -404,7 +404,7 @@ def backend_of(la: Any) -> CurvatureInterface:
         dict_key_y=la.dict_key_y,
         stochastic=stochastic,
     )
-    backend.asked_for = la.backend_name  # so that `Laplace(..., backend=la.backend)` asks for the same
+    backend._asked_for = la.backend_name  # so that `Laplace(..., backend=la.backend)` asks for the same
     return backend
 
 

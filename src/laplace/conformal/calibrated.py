@@ -19,7 +19,7 @@ from laplace.checks import flag, flag_or_none, generator_or_none, path_of
 from laplace.conformal.coverage import CoverageTest, cells_of
 from laplace.conformal.examples import candidates, labelled, rows_of, shaped_like, targets_of
 from laplace.conformal.fingerprint import Fingerprint
-from laplace.conformal.quantiles import checked_level, threshold
+from laplace.conformal.quantiles import checked_level, threshold, told_infinite
 from laplace.conformal.rules import IntervalRule, SetRule, options_of_rule, rule_of
 from laplace.errors import CheckpointError, InputError, OptionError, StaleWarning, UnsupportedError, warn
 from laplace.inference.predict import predict
@@ -65,6 +65,7 @@ class Conformal:
         self.class_conditional = labels is not None
         self.source, self.options = source, options or {}
         self._kept, self._labels, self._n_classes = kept, labels, n_classes
+        self._told: set[float] = set()  # levels whose thresholds are infinite, which was said once
         self._made_for = Fingerprint(fingerprint)
         if source is not None and fingerprint is None:
             self._made_for.take(source)
@@ -86,7 +87,8 @@ class Conformal:
             level: Between 0 and 1; that of the object if left out.
 
         Returns:
-            (G,), or (G, K) with `class_conditional`. Infinite where there are too few calibration examples.
+            (G,), or (G, K) with `class_conditional`. Infinite, with a warning once for each level, where there are too
+                few calibration examples.
 
         Raises:
             OptionError: the level is not between 0 and 1.
@@ -95,12 +97,18 @@ class Conformal:
         scores = self.rule.scores(self._kept, level) if isinstance(self.rule, IntervalRule) else self._kept
         columns = scores.unbind(1)
         if self._labels is None:
-            return torch.stack([threshold(column, level) for column in columns])
-        by_class = [
-            torch.stack([threshold(column[own == k], level) for k in range(self._n_classes)])
-            for column, own in zip(columns, self._labels.unbind(1), strict=True)
-        ]
-        return torch.stack(by_class)
+            q = torch.stack([threshold(column, level) for column in columns])
+        else:
+            by_class = [
+                torch.stack([threshold(column[own == k], level) for k in range(self._n_classes)])
+                for column, own in zip(columns, self._labels.unbind(1), strict=True)
+            ]
+            q = torch.stack(by_class)
+        message = told_infinite(q, level, self.n_calibration, isinstance(self.rule, IntervalRule))
+        if message is not None and level not in self._told:
+            self._told.add(level)
+            warn(message)
+        return q
 
     def interval(self, x: Any, level: float | None = None, **model_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return intervals that hold y with probability at least `level`, each output by itself.

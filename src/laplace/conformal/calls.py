@@ -11,9 +11,9 @@ from torch import Tensor
 from laplace.checks import flag, flag_or_none, generator_or_none
 from laplace.conformal.calibrated import Conformal
 from laplace.conformal.examples import AnyPrediction, candidates, labelled, rows_of, targets_of
-from laplace.conformal.quantiles import checked_level, least_examples
+from laplace.conformal.quantiles import checked_level
 from laplace.conformal.rules import IntervalRule, rule_of
-from laplace.errors import InputError, OptionError, UnsupportedError, warn
+from laplace.errors import InputError, OptionError, UnsupportedError
 from laplace.inference.source import Source
 from laplace.linalg.autocast import plainly
 from laplace.network.loaders import ArrayBatches
@@ -168,23 +168,5 @@ def _calibrated(
         raise InputError("a score of a calibration example is NaN or infinite: its predicted deviation may be zero.")
     own = torch.cat(labels).cpu() if by_class else None
     made = Conformal(rule, scores, own, n_classes, kind, level, source, options)
-    _warn_if_infinite(made)
+    made.threshold()  # warns if there are too few examples for the level
     return made
-
-
-def _warn_if_infinite(made: Conformal) -> None:
-    """Warn if the object's own level has too few calibration examples for a finite threshold."""
-    infinite = made.threshold().isinf()
-    if not infinite.any():
-        return
-    there, what = f", there are {made.n_calibration}", "everything"
-    if made.class_conditional:
-        classes = sorted(set(infinite.nonzero()[:, -1].tolist()))
-        shown = ", ".join(map(str, classes[:8])) + (", ..." if len(classes) > 8 else "")
-        there, what = " of each class", f"class{'es' if len(classes) > 1 else ''} {shown}"
-    elif isinstance(made.rule, IntervalRule):
-        what = "all numbers, from minus to plus infinity"
-    warn(
-        f"level={made.level:g} needs at least {least_examples(made.level)} calibration examples{there}: every set "
-        f"holds {what}. Give more examples, or a lower level."
-    )

@@ -17,17 +17,23 @@ class Fingerprint:
 
     def take(self, source: Source) -> None:
         """Remember this source."""
-        self.value, self._seen = digest_of(source), getattr(source, "values", None)
+        self.value, self._seen = digest_of(source), _state(source)
 
     def fits(self, source: Source) -> bool:
         """Whether the source is as remembered."""
-        values = getattr(source, "values", None)
-        if values is not None and values is self._seen:
+        state = _state(source)
+        if state is not None and self._seen is not None and state[0] is self._seen[0] and state[1] == self._seen[1]:
             return True
         if digest_of(source) != self.value:
             return False
-        self._seen = values
+        self._seen = state
         return True
+
+
+def _state(source: Source) -> tuple[Any, tuple[int, ...]] | None:
+    """Return the values of a posterior with the versions of tensors that may change in place; None without values."""
+    values = getattr(source, "values", None)
+    return None if values is None else (values, tuple(t._version for t in (*values.prior.tensors, values.sigma)))
 
 
 def digest_of(source: Source) -> str:

@@ -42,6 +42,26 @@ def threshold(
     return scores.kthvalue(rank).values
 
 
+def told_infinite(
+    q: Tensor,  # (G,), or (G, K) with thresholds by class
+    level: float,
+    n: int,
+    numbers: bool,
+) -> str | None:
+    """Return what to say where thresholds are infinite, or None if all are finite."""
+    if not q.isinf().any():
+        return None
+    there, what = f", there are {n}", "all numbers, from minus to plus infinity" if numbers else "everything"
+    if q.dim() == 2:
+        classes = sorted(set(q.isinf().nonzero()[:, -1].tolist()))
+        listed = ", ".join(map(str, classes[:8])) + (", ..." if len(classes) > 8 else "")
+        there, what = " of each class", f"class{'es' if len(classes) > 1 else ''} {listed}"
+    return (
+        f"level={level:g} needs at least {least_examples(level)} calibration examples{there}: every set holds {what}. "
+        "Give more examples, or a lower level."
+    )
+
+
 def checked_level(level: object) -> float:
     """Return a level strictly between 0 and 1."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from torch import distributed
 
@@ -14,8 +14,8 @@ from laplace.distributed.shards import divided_by
 from laplace.errors import OptionError
 
 _WRITE = (
-    "Write group=torch.distributed.group.WORLD: each rank reads its own part of the data, and all end with the posterior "
-    "of all of it. Or group=None, to keep the posterior of this rank's own batches."
+    "Write group=torch.distributed.group.WORLD: each rank reads its own part of the data, and all end with the "
+    "posterior of all of it. Or group=None, to keep the posterior of this rank's own batches."
 )
 
 
@@ -29,13 +29,18 @@ class Unsaid(Enum):
 
 
 OWN: Final = Unsaid.UNSAID
-Group = distributed.ProcessGroup | None | Unsaid if distributed.is_available() else Any
+Group: TypeAlias = "distributed.ProcessGroup | Unsaid | None"
 
 
 def world_size() -> int:
     """Return how many processes torch.distributed has, 1 if it was not started."""
     started = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if started else 1
+
+
+def global_rank() -> int:
+    """Return the number of this process, 0 if torch.distributed was not started."""
+    return distributed.get_rank() if world_size() > 1 else 0
 
 
 def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
@@ -58,7 +63,7 @@ def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
                 f"the data is divided over {size} ranks by {what}, so that this rank alone sees a part of it. {_WRITE}"
             )
         if size > 1 and wrapped is not None:
-            raise OptionError(f"the network is in {wrapped}, on {size} ranks. {_WRITE}")
+            raise OptionError(f"this is {wrapped}, on {size} ranks. {_WRITE}")
         return alone
     if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
         raise OptionError(

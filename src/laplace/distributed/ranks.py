@@ -94,7 +94,7 @@ class Ranks(Reduce):
         return reports
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed. Raises an error about data or the network with this rank's number."""
+        """Tell the others that this rank has failed. An error about data or the network is raised with its number."""
         self._over = True
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._gather(_Report(error=said))
@@ -110,8 +110,8 @@ class Ranks(Reduce):
         first = min(failed)
         more = f" ({len(failed)} of {self.size} ranks failed.)" if len(failed) > 1 else ""
         raise RankError(
-            f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}.{more} The posterior is as it "
-            "was before the call, on every rank."
+            f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}.{more} The "
+            "posterior is as it was before the call, on every rank."
         )
 
     @contextmanager

@@ -20,7 +20,8 @@ from laplace.errors import InputError, UnsupportedError
 
 _REPEATS = (
     "repeats examples to give every rank equally many, and a posterior would count them twice; the data set is read "
-    "without repeats. Write DataLoader(dataset, batch_size, sampler=laplace.distributed.ShardSampler(dataset)) to say so."
+    "without repeats. To say so, write DataLoader(dataset, batch_size, sampler=ShardSampler(dataset)) with the one of "
+    "laplace.distributed."
 )
 
 
@@ -80,7 +81,7 @@ def shard_of(loader: Iterable[Any], ranks: Reduce) -> Shard:
             f"accelerate's {type(dataset).__name__} repeats examples of a stream to give every rank equally many, and "
             "they cannot be told apart. Give the loader before accelerator.prepare, with a part of the data per rank."
         )
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     if getattr(batches, "num_processes", 1) > 1 and hasattr(batches, "process_index"):
         _require_rank(batches, batches.process_index, batches.num_processes, ranks)
         return _dealt_out(loader, ranks, "accelerate")

@@ -10,12 +10,17 @@ from laplace.evaluation.labels import binary_accuracy, binary_brier, binary_ece,
 from laplace.evaluation.pit import coverage_at, gaussian_pit, quantile_calibration_error, sample_pit
 from laplace.evaluation.plots import regression_band, reliability_diagram
 from laplace.evaluation.regression import crps, gaussian_crps, gaussian_nll, rmse, sharpness
+from laplace.evaluation.report.result import Report
+from laplace.evaluation.report.verdicts import Thresholds, Verdict
 from laplace.evaluation.selective import RiskCoverage, aurc, excess_aurc, risk_coverage, selective_accuracy
 
 __all__ = [
     "Bootstrap",
     "Reliability",
+    "Report",
     "RiskCoverage",
+    "Thresholds",
+    "Verdict",
     "accuracy",
     "adaptive_ece",
     "aupr",

@@ -28,6 +28,7 @@ from laplace.network.batches import Batch, Inputs
 from laplace.posterior.posterior import Fit
 from laplace.posterior.schema import require_forms, require_sums
 from laplace.structures import STRUCTURES, Pass, Structure, Sums
+from laplace.structures.dealing import dealt_out
 from laplace.weights.layout import Layout
 
 _RESTARTS = 20  # give up on a network that behaves differently in each of so many readings of the data
@@ -151,10 +152,13 @@ class Accumulator:
             self._run_further(batches)
         else:
             self._finish(self._read(batches))
-        while (further := self.structure.further(self.totals, self.layout, self._like.dtype)) is not None:
+        while (further := self._further()) is not None:
             assert again is not None
             self._rewind(further)
             self._run_further(again())
+
+    def _further(self) -> Pass | None:
+        return dealt_out(lambda: self.structure.further(self.totals, self.layout, self._like.dtype), self.reduce)
 
     def _run_further(self, batches: Iterable[Batch]) -> None:
         read = self._read(batches)

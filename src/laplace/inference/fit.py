@@ -67,7 +67,7 @@ def fit(
         watch_again(runner.model)
 
         def read() -> Iterator[Batch]:
-            return runner.batches(loader, progress_bar and reduce.rank == 0, "fit")
+            return runner.batches(loader, progress_bar if reduce.rank == 0 else False, "fit")
 
         spec, stream = runner.spec, read()
         own = first = next(stream, None)
@@ -106,7 +106,9 @@ def fit(
             runner.warn_once("unregistered", _unregistered(others))
         for note in spec.structure.notes(found.sums):
             runner.warn_once(note, note)
+        found.factorise_together(reduce)
     runner.adopt(weights, engine.plan, dims_of(first.inputs))
+    runner.ranks = reduce.size
     if progress is not None:
         progress.remove()
     return found

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, flag, flag_or_none, generator_or_none, shown, whole_number
+from laplace.distributed import OWN, Group, alone, reduce_over
+from laplace.distributed.groups import Unsaid
+from laplace.distributed.shards import Shard, shard_of
 from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
+from laplace.inference.predict_shards import parts_in_order, same_draws
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, normals
@@ -127,6 +131,7 @@ def predict(
     diagonal_output: bool | None = None,
     generator: torch.Generator | None = None,
     progress_bar: bool | None = None,
+    group: Group = OWN,
     **model_kwargs: Any,
 ) -> Prediction | PredictionAtPositions:
     """Return p(y given x, data) with observation noise, its summaries, and both kinds of uncertainty.
@@ -143,6 +148,8 @@ def predict(
             32 outputs, unless link 'mc' needs them.
         generator: The random generator. torch's global one if left out.
         progress_bar: Whether a DataLoader shows a progress bar; None shows one in a terminal after a few seconds.
+        group: The process group, if each rank predicts its own part of a loader: all get the predictions of all, in the
+            order of the data. If left out, nothing is exchanged.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -171,8 +178,13 @@ def predict(
     shape, needed = Reshaper(), how is not None and with_covariances(how.needs())
     independent, need = diagonal_output, None
     answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
-    with torch.set_grad_enabled(frame.enable_backprop):
-        for where, inputs in prediction_batches(x, frame.keys, model_kwargs, progress):
+    reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    with reduce.session(), torch.set_grad_enabled(frame.enable_backprop):
+        shard = Shard(x) if reduce.size == 1 else shard_of(x, reduce)
+        if reduce.size > 1:
+            draws = same_draws(draws, reduce)
+            state = None if draws.generator is None else draws.generator.get_state()
+        for where, inputs in prediction_batches(shard.loader, frame.keys, model_kwargs, progress):
             with within(where):
                 if pred_type == "nn":
                     if draws.generator is not None and state is not None:
@@ -189,6 +201,8 @@ def predict(
                 for part in shape.watch(scaled_outputs(source, inputs, need, answer), further=True):
                     mean = None if how is None else _linked(source, link, how, part, draws, independent)
                     parts.append((part.outputs, mean))
+        if reduce.size > 1:
+            parts, shape = parts_in_order(parts, shape, shard, reduce)
         if not parts:
             raise InputError("the loader to predict on gave no batch.")
         outputs = joined([outputs for outputs, _ in parts])

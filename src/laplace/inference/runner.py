@@ -54,19 +54,24 @@ class Runner:
         plan: the rule for the gradients of each tensor. None until the network has run.
         snapshot: the state of the network when it was fitted.
         dims: the number of dimensions of each training input. None if the posterior came from a file.
+        ranks: how many processes fitted the posterior together.
         next_tokens: whether labels have to be shifted to the next positions. None until a batch tells.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: Spec, enable_backprop: bool = False, wrapped: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, spec: Spec, enable_backprop: bool = False, wrapped: str | None = None) -> None:
         self.model, self.spec, self.enable_backprop, self.wrapped = model, spec, enable_backprop, wrapped
         self.weights: FoundLastLayer | Selection | None = None
         self.plan: Plan | None = None
         self.snapshot: Snapshot | None = None
         self.dims: tuple[int, ...] | None = None
         self.next_tokens: bool | None = None
+        self.ranks = 1
         self._sharing, self._warned, self._ready = Sharing(), set[str](), Ready()
+
+    @property
+    def spread(self) -> str | None:
+        """Say that the network is spread over processes, if it is."""
+        return None if self.wrapped is None else f"a network in {self.wrapped}"
 
     # ---- what the network is -------------------------------------------------------------------------------------
 

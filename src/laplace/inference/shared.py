@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from laplace.backprop import Plan
 from laplace.backprop.audit import EXAMPLES
 from laplace.curvature import Estimator
 from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard, reads_all_of, shard_of
-from laplace.errors import InputError, ModelError, OptionError, UnsupportedError
+from laplace.errors import InputError, ModelError, OptionError
 from laplace.inference.runner import Runner
 from laplace.network.batches import Batch, device_of
 from laplace.network.digests import Digest, differing, of_state
@@ -61,7 +62,9 @@ def first_of(own: Batch | None, reduce: Reduce, runner: Runner) -> Batch | None:
         return None
     shifts = {fact[1] for fact in there.values()} - {None}
     if len(shifts) > 1:
-        raise InputError("some ranks have labels that must be shifted to the next token, others not. Give all the same.")
+        raise InputError(
+            "some ranks have labels that must be shifted to the next token, others not. Give all the same."
+        )
     runner.next_tokens = shifts.pop() if shifts else runner.next_tokens
     source = min(there)
     few = None if own is None or reduce.rank != source else _few(own)
@@ -93,11 +96,16 @@ def require_same(
         "a loader that can be read only once": once,
         "rules": None if plan is None else [plan.rule_of(name) for name in layout.names],
     }
-    reports = reduce.agree(lambda: (facts, _values(runner, weights)))
-    (mine, values), (theirs, first) = reports[reduce.rank], reports[0]
-    differ = [key for key in mine if mine[key] != theirs.get(key)]
+    theirs = reduce.share(0, facts)
+    differ = [key for key in facts if facts[key] != theirs.get(key)]
     reduce.agree(_raising(differ, f"rank {reduce.rank} and rank 0 differ in {', '.join(differ)}"))
-    said = differing(first, values)
+    require_same_values(runner.model, weights, reduce)
+
+
+def require_same_values(model: nn.Module, weights: FoundLastLayer | Selection | None, reduce: Reduce) -> None:
+    """Refuse ranks whose networks have other values than that of rank 0."""
+    values = _values(model, weights)
+    said = differing(reduce.share(0, values), values)
     reduce.agree(
         _raising(
             said,
@@ -117,12 +125,13 @@ def _raising(differ: Any, message: str, kind: type[Exception] = OptionError) -> 
     return check
 
 
-def _values(runner: Runner, weights: FoundLastLayer | Selection) -> dict[str, dict[str, Any]]:
+def _values(model: nn.Module, weights: FoundLastLayer | Selection | None) -> dict[str, dict[str, Any]]:
     """Return digests of the network's values; of a large network, only of the uncertain weights and the buffers."""
-    size = sum(p.numel() * p.element_size() for p in runner.model.parameters())
-    if size <= _LARGE:
-        return of_state(runner.model)
-    own = dict(zip(weights.layout.names, weights.tensors(runner.model), strict=True)) | dict(runner.model.named_buffers())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if size <= _LARGE or weights is None:
+        return of_state(model)
+    own = dict(zip(weights.layout.names, weights.tensors(model), strict=True)) | dict(model.named_buffers())
     return {
-        name: {"shape": list(t.shape), "dtype": str(t.dtype), "digest": Digest().add(t).hex()} for name, t in own.items()
+        name: {"shape": list(t.shape), "dtype": str(t.dtype), "digest": Digest().add(t).hex()}
+        for name, t in own.items()
     }

@@ -63,7 +63,8 @@ class SeededDraws(Draws):
 @lru_cache(maxsize=16)
 def _kept_normals(n: int, c: int, device: torch.device) -> Tensor:  # (c, n)
     generator = torch.Generator(device).manual_seed(0)
-    return _spread_normals(n, c, torch.empty(0, device=device), generator).mT.contiguous()
+    with torch.inference_mode(False):  # whose tensors autograd could not use later
+        return _spread_normals(n, c, torch.empty(0, device=device), generator).mT.contiguous()
 
 
 class Keyed(torch.Generator):
@@ -122,7 +123,9 @@ def rows_keyed(
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return Rademacher signs, (k, n, c)."""
     if isinstance(generator, Keyed):
-        words = generator.hashes(-(-k * c // _BITS), like.device).unsqueeze(2) >> torch.arange(_BITS, device=like.device)
+        words = generator.hashes(-(-k * c // _BITS), like.device).unsqueeze(2) >> torch.arange(
+            _BITS, device=like.device
+        )
         bits = (words & 1).flatten(1)[:, : k * c].unflatten(1, (k, c))
     else:
         bits = torch.randint(2, (n, k, c), generator=generator, device=_device(like, generator))

@@ -1,8 +1,8 @@
 """Copy the tree of modules around the same tensors, so that the user's network is never touched.
 
-The replica has its own hooks, flags and training mode, and shares the memory of every parameter and buffer. It is made
-anew for each call (microseconds per module), so that it is never out of date, and dropped afterwards. So there is
-nothing to restore after an exception, and other threads may use the network meanwhile.
+The replica has its own hooks, flags and training mode, and shares the memory of every parameter and buffer. So there is
+nothing to restore after an exception, and other threads may use the network meanwhile. It is made anew for each call
+(microseconds per module), or kept as long as nothing has changed: see `kept.py`.
 
 Modules are copied wherever they are kept: in attributes, containers, objects, functions and weak references. What
 cannot be copied (a global variable, an object with a destructor) still leads to the user's own modules. The first run

@@ -7,6 +7,8 @@ rank, and a posterior belongs to it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +27,8 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
     Raises:
         UnsupportedError: the network is tensor-parallel, or in FullyShardedDataParallel.
     """
-    inner, by = model, None
+    inner: Any = model
+    by = None
     while True:
         name = type(inner).__name__
         if name == "FullyShardedDataParallel":
@@ -36,7 +39,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
         if isinstance(inner, DistributedDataParallel):
             inner, by = inner.module, name
         elif name == "_FabricModule":
-            inner, by = inner.module, by or "Lightning Fabric's module"  # type: ignore[assignment]
+            inner, by = inner.module, by or "Lightning Fabric's module"
         elif isinstance(compiled := inner._modules.get(_COMPILED), nn.Module) and _is_spread(compiled):
             inner = compiled
         elif is_sharded(inner):

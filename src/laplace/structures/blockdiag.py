@@ -15,9 +15,10 @@ from laplace.budget import Budget
 from laplace.errors import OptionError, warn
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.sketch import nystroem, reflections
-from laplace.linalg.symmetric import TOLERATED, Clipped, eigh, total
+from laplace.linalg.symmetric import TOLERATED, Clipped, total
 from laplace.structures.base import Contribution, Structure, Sums
 from laplace.structures.block import Block, BlockGaussian
+from laplace.structures.dealing import decomposed
 from laplace.structures.gaussian import Curvature, Gaussian, Traces, require_pairs
 from laplace.weights.layout import Layout
 
@@ -247,7 +248,7 @@ class Eigh:
         for other, result in self.seen:
             if other.shape == matrix.shape and torch.equal(other, matrix):
                 return result
-        values, vectors, clipped = eigh(matrix, self.dtype, self.ties)
+        values, vectors, clipped = decomposed(matrix, self.dtype, self.ties)
         self.clipped += clipped
         result = values, Basis(vectors)
         self.seen.append((matrix, result))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, flag, flag_or_none, positive, shown
+from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
@@ -72,6 +73,7 @@ def tune(
     seed: int = 0,
     n_steps: int = 100,
     progress_bar: bool | None = None,
+    group: Group = OWN,
 ) -> Tuned:
     """Set some of 'prior_precision', 'sigma_noise' and 'temperature', and return what was found.
 
@@ -112,6 +114,8 @@ def tune(
         seed: of 'bayesian', what it draws from; of 'loo' and 'auto', which examples of large data are scored.
         n_steps: of 'evidence' and 'auto', steps at most.
         progress_bar: whether runs over the loaders show one; None shows one in a terminal after a few seconds.
+        group: the process group of `fit`, if each rank reads its own part of `val_loader` and of the training data. All
+            ranks find the same. None tunes on this process alone.
 
     Returns:
         The best point, all points that were looked at, whether the search converged, and the warnings.
@@ -135,8 +139,9 @@ def tune(
     usual = {name: p.default for name, p in inspect.signature(tune).parameters.items()}
     name, how = methods.method_of(method, given, usual)
     groups = choice(how.prior_structure if prior_structure is None else prior_structure, GROUPS, "prior_structure")
-    problem = Problem(la, kinds, groups, Scoring(**scoring, progress_bar=progress_bar))
-    with torch.no_grad():
+    reduce = reduce_over(group, _shared(la), val_loader)
+    problem = Problem(la, kinds, groups, Scoring(**scoring, progress_bar=progress_bar, reduce=reduce))
+    with torch.no_grad(), reduce.session():
         tuned = how.tune(problem)
         if name in ("evidence", "loo"):
             tuned = looked_at(problem, tuned)
@@ -169,6 +174,8 @@ def optimize_prior_precision(
     progress_bar: bool | None = None,
     log_prior_prec_base: float = 10.0,
     tune_sigma_noise: bool = False,
+    *,
+    group: Group = OWN,
 ) -> None:
     """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
 
@@ -195,6 +202,7 @@ def optimize_prior_precision(
         progress_bar: whether runs over the loader show one; None shows one in a terminal after a few seconds.
         log_prior_prec_base: the base of the two ends.
         tune_sigma_noise: find the noise of a regression, too.
+        group: of 'gridsearch', the process group of `fit`, if each rank reads its own part of `val_loader`.
 
     Raises:
         NotFittedError: before `fit`.
@@ -215,9 +223,10 @@ def optimize_prior_precision(
         grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
         grids = {"prior_precision": grid, "sigma_noise": log_grid(-3, 3, grid_size, 10.0)}
         again = groups != "scalar" or tune_sigma_noise
-        validation = validation_of(la, how, val_loader, None, progress_bar, again)
-        search = search_of(Problem(la, kinds, groups), validation, grids, _laplace_torch_option)
-        with torch.no_grad():
+        reduce = reduce_over(group, _shared(la), val_loader)
+        with torch.no_grad(), reduce.session():
+            validation = validation_of(la, how, val_loader, None, progress_bar, again, reduce)
+            search = search_of(Problem(la, kinds, groups), validation, grids, _laplace_torch_option)
             if len(search.grids) == 1:
                 search.each_kind()
             else:
@@ -228,6 +237,11 @@ def optimize_prior_precision(
         found = tuned.hyperparameters or {"prior precision": tuned.prior_precision}
         listed = ", ".join(f"{name} {value.tolist()}" for name, value in found.items())
         print(f"{listed}, noise {tuned.sigma_noise:.4g}")
+
+
+def _shared(la: Tunable) -> str | None:
+    """Say that the posterior is that of several ranks, which must not tune it apart."""
+    return f"a posterior that {la.runner.ranks} ranks fitted together" if la.runner.ranks > 1 else None
 
 
 def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:

@@ -201,9 +201,7 @@ class Profile:
             )
 
 
-def descend(
-    lines: Mapping[float, Line], totals: Callable[[Sequence[Setting]], list[float]], hopeless: float
-) -> None:
+def descend(lines: Mapping[float, Line], totals: Callable[[Sequence[Setting]], list[float]], hopeless: float) -> None:
     """Search the scales of all factors in rounds, each of which scores a few scales of every factor.
 
     Factors that are worse than the best by more than `hopeless` are left as they are.
@@ -233,15 +231,17 @@ def widest_of(
 ) -> Candidate:
     """Return the widest posterior within one standard error of the best that surely costs little.
 
-    It may cost up to its standard error against the references, and with another standard error added no more than
-    `CAP`: the fewer the examples, the narrower it is.
+    It may cost up to its standard error against the references, and with two standard errors added no more than `CAP`:
+    the fewer the examples, the narrower it is. A gain counts only if it is larger than two standard errors. Otherwise a
+    posterior that does the work of a temperature would pass, and be as much worse on new data as it was better here.
     """
     limit = min(references, key=lambda each: each.objective)
 
     def eligible(each: Candidate) -> bool:
         extra, error = difference(each, limit)
         near = each.total - best.total <= max(difference(each, best)[1], NEGLIGIBLE)
-        return near and extra <= max(error, NEGLIGIBLE) and extra + error <= CAP and each.setting[0] < NETWORK
+        sure = extra + 2 * error <= 0 or max(extra, 0.0) + 2 * error <= CAP
+        return near and extra <= max(error, NEGLIGIBLE) and sure and each.setting[0] < NETWORK
 
     return min(filter(eligible, candidates), key=lambda each: each.setting[0], default=best)
 
