@@ -21,16 +21,23 @@ endif
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench clients clean
+.PHONY: help demo test browser lint docs bench clients clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## Train, make Bayesian, compare: one table and two figures, in under a minute
+demo: $(STAMP)  ## Train, make Bayesian, compare: a table, two figures and report pages, in under a minute
 	$(BIN)/laplace demo
 
-test: $(STAMP)  ## Run the tests (SLOW=1 for all of them, SLOW=only for the slow ones, PYTEST_ARGS=... for more)
+test: $(STAMP) browser  ## Run the tests (SLOW=1 for all of them, SLOW=only for the slow ones, PYTEST_ARGS=... for more)
 	$(BIN)/python -m pytest -n 2 $(SELECT_$(SLOW)) $(PYTEST_ARGS)
+
+browser:  ## Install Chromium from Debian for the tests of report pages, which are skipped where that fails
+	@command -v chromium >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1 || \
+	      { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1; }; } || \
+	    echo "No Chromium here: the tests in a browser are skipped."; }
 
 lint: $(STAMP)  ## Check style, format and types
 	$(BIN)/ruff check .

@@ -22,6 +22,8 @@ from measure import Work, best_seconds, peak_memory, use_one_thread
 from report import Result, save, table
 
 RESULTS = Path(__file__).parent / "results" / "last_layer.json"
+WIDE_HEADS: Final = {"diag": 6.0, "kron": 6.0, "ekfac": 6.0, "inf": 400.0}  # inf: N C I rank products in float64
+WIDE_NETWORKS: Final = {"diag": 350.0, "kron": 600.0, "ekfac": 600.0, "inf": 5000.0}
 
 NOTES = """\
 x forward    CPU seconds over those of a plain forward pass (eval, no_grad) on the same inputs; one thread; both take
@@ -50,39 +52,33 @@ def main() -> None:
 
 def lenet_kron(repeats: int) -> list[Result]:
     """Ten classes, Kronecker factors."""
-    problem = _ten_classes("kron", repeats)
+    problem = ten_classes("kron", repeats)
     return [problem.fit(1.2, 3.5), problem.predict(512, 1.2, 3.8), problem.tune(0.1, 1.9)]
 
 
 def lenet_full(repeats: int) -> list[Result]:
     """Ten classes, all 850 weights together."""
-    problem = _ten_classes("full", repeats)
+    problem = ten_classes("full", repeats)
     return [problem.fit(4.0, 8.4), problem.predict(256, 2.5, 8.0), problem.tune(0.5, 5.6)]
 
 
 def mlp_kron(repeats: int) -> list[Result]:
     """A thousand classes, 513,000 weights."""
-    problem, never = _thousand_classes(repeats), "does not finish in 500 s"
+    problem, never = thousand_classes(repeats), "does not finish in 500 s"
     memory = Result(problem.name, "peak memory", peak_memory(fit_tune_predict) / 1e9, "GB", 1.0, never)
     return [problem.fit(7.0, never), problem.predict(64, 4.5, never), memory]
 
 
 def wide_heads(repeats: int) -> list[Result]:
     """A thousand outputs of a last layer, by structure."""
-    ceilings = {"diag": 6.0, "kron": 6.0, "ekfac": 6.0, "inf": 400.0}  # inf: N C I rank products in float64
-    problems = [_thousand_classes(repeats, structure, "ef") for structure in ceilings]
-    return [problem.predict(64, ceilings[problem.structure], "not asked") for problem in problems]
+    problems = [thousand_classes(repeats, structure, "ef") for structure in WIDE_HEADS]
+    return [problem.predict(64, WIDE_HEADS[problem.structure], "not asked") for problem in problems]
 
 
 def wide_networks(repeats: int) -> list[Result]:
     """A thousand outputs with all weights uncertain, by structure: a thousand backward passes are inherent."""
-    ceilings = {"diag": 350.0, "kron": 600.0, "ekfac": 600.0, "inf": 5000.0}
-    model, batches = networks.wide_mlp(1000), random_batches((64,), 1000, 200, 100)
-    problems = [
-        Problem(f"MLP, 1000 classes, all weights, {structure}", model, batches, structure, repeats, "all", "ef")
-        for structure in ceilings
-    ]
-    return [problem.predict(64, ceilings[problem.structure], "not asked") for problem in problems]
+    problems = [wide_network(repeats, structure) for structure in WIDE_NETWORKS]
+    return [problem.predict(64, WIDE_NETWORKS[problem.structure], "not asked") for problem in problems]
 
 
 CASES: Final[dict[str, Callable[[int], list[Result]]]] = {
@@ -146,20 +142,28 @@ class Problem:
 def fit_tune_predict() -> None:
     """Everything once with a thousand classes, for its peak memory."""
     use_one_thread()
-    problem = _thousand_classes(repeats=1)
+    problem = thousand_classes(repeats=1)
     la = problem.fitted()
     la.optimize_prior_precision(method="marglik")
     la(problem.batches[0][0][:64])
 
 
-def _ten_classes(structure: str, repeats: int) -> Problem:
+def ten_classes(structure: str, repeats: int) -> Problem:
+    """LeNet on 4,000 images."""
     batches = random_batches((1, 28, 28), 10, 4000, 128)
     return Problem(f"LeNet, 10 classes, {structure}", networks.lenet(), batches, structure, repeats)
 
 
-def _thousand_classes(repeats: int, structure: str = "kron", curvature: str = "ggn") -> Problem:
+def thousand_classes(repeats: int, structure: str = "kron", curvature: str = "ggn") -> Problem:
+    """512-512-1000 on 2,000 inputs."""
     name, batches = f"MLP, 1000 classes, {structure}", random_batches((512,), 1000, 2000, 100)
     return Problem(name, networks.mlp(), batches, structure, repeats, curvature=curvature)
+
+
+def wide_network(repeats: int, structure: str) -> Problem:
+    """64-128-128-1000 with all weights uncertain."""
+    model, batches = networks.wide_mlp(1000), random_batches((64,), 1000, 200, 100)
+    return Problem(f"MLP, 1000 classes, all weights, {structure}", model, batches, structure, repeats, "all", "ef")
 
 
 def _options() -> argparse.Namespace:

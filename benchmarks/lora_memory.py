@@ -13,7 +13,8 @@ import resource
 import subprocess
 import sys
 
-STEPS = ("imports", "forward", "training step", "fit diag", "fit lowrank", "fit kron", "predict kron")
+STEPS = ("imports", "forward", "training step", "fit diag", "fit lowrank", "fit kron", "predict kron", "fit rank 32",
+         "predict rank 32")  # fmt: skip
 LENGTH, BATCH, EXAMPLES = 32, 8, 32
 
 
@@ -29,6 +30,7 @@ def run(step: str, width: int, layers: int) -> dict[str, float]:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
     from laplace import Laplace
+    from laplace.structures import Kron
 
     torch.manual_seed(0)
     before, result = peak(), {}
@@ -48,7 +50,8 @@ def run(step: str, width: int, layers: int) -> dict[str, float]:
         elif step == "training step":
             model(**data[0]).loss.backward()
         else:
-            la = Laplace(model, "classification", "all", step.split()[1]).fit(data)
+            structure = Kron(rank=32) if "rank" in step else step.split()[1]
+            la = Laplace(model, "classification", "all", structure).fit(data)
             result["factors"] = sum(t.nbytes for t in la.posterior.fit.sums.values()) / 2**20
             if step.startswith("predict"):
                 la(**data[0])
@@ -59,12 +62,12 @@ def main(width: int, layers: int) -> None:
     print(
         f"GPT-2 of width {width}, {layers} layers; LoRA of rank 8 on c_attn; batches of {BATCH} x {LENGTH} tokens; MB\n"
     )
-    print(f"{'':14} {'peak':>7} {'network':>8} {'adapters':>9} {'factors':>8}")
+    print(f"{'':16} {'peak':>7} {'network':>8} {'adapters':>9} {'factors':>8}")
     for step in STEPS[1:]:
         command = [sys.executable, __file__, "--step", step, "--width", str(width), "--layers", str(layers)]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
         print(
-            f"{step:14} {found['peak']:7.0f} {found['network']:8.0f} {found['adapters']:9.2f}"
+            f"{step:16} {found['peak']:7.0f} {found['network']:8.0f} {found['adapters']:9.2f}"
             f" {found.get('factors', 0):8.1f}",
             flush=True,
         )

@@ -11,26 +11,32 @@ from typing import Any
 
 import griffe
 
+OWNERS = ("laplace.Laplace", "rivals.base.Rival")  # classes that bind functions
+
 
 class BoundMethods(griffe.Extension):
-    """Replace attributes of `Laplace` that are functions of other modules."""
+    """Replace attributes of `OWNERS` that are functions of other modules."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Look at the class once the whole package is known."""
+        """Look at the classes once the whole package is known."""
         if pkg.name != "laplace":
             return
-        owner = pkg["laplace.Laplace"]
-        for name, member in list(owner.members.items()):
-            if not isinstance(member, griffe.Attribute) or member.value is None:
-                continue
-            how = str(member.value.function) if isinstance(member.value, griffe.ExprCall) else ""
-            expression = member.value.arguments[0] if how else member.value  # type: ignore[union-attr]
-            function = _function(pkg, expression)
-            if function is not None:
-                is_property = how in ("reads", "holds")
-                made = _property(name, function) if is_property else _method(name, function, how == "classmethod")
-                made.parent, made.lineno, made.endlineno = owner, member.lineno, member.endlineno
-                owner.set_member(name, made)
+        for path in OWNERS:
+            _bind(pkg, pkg[path])
+
+
+def _bind(pkg: griffe.Module, owner: Any) -> None:
+    for name, member in list(owner.members.items()):
+        if not isinstance(member, griffe.Attribute) or member.value is None:
+            continue
+        how = str(member.value.function) if isinstance(member.value, griffe.ExprCall) else ""
+        expression = member.value.arguments[0] if how else member.value  # type: ignore[union-attr]
+        function = _function(pkg, expression)
+        if function is not None:
+            is_property = how in ("reads", "holds")
+            made = _property(name, function) if is_property else _method(name, function, how == "classmethod")
+            made.parent, made.lineno, made.endlineno = owner, member.lineno, member.endlineno
+            owner.set_member(name, made)
 
 
 def _function(pkg: griffe.Module, expression: Any) -> griffe.Function | None:

@@ -97,8 +97,8 @@ def row_of(p: Tensor, y: Tensor, outside: Tensor, doubt: tuple[Tensor, Tensor] |
         "accuracy": accuracy(p, y),
         "nll": nll(p, y),
         "ece": ece(p, y),
-        "confidence": auroc(-outside.amax(1), -p.amax(1)),
-        "entropy": auroc(entropy(outside), entropy(p)),
+        "confidence": auroc(-p.amax(1), -outside.amax(1)),
+        "entropy": auroc(entropy(p), entropy(outside)),
         "epistemic": float("nan") if doubt is None else auroc(*doubt),
     }
 
@@ -136,7 +136,7 @@ def main(data: Path, model_folder: Path | None = None, quick: bool = False) -> d
         la.fit(splits["train"], collate_fn=collator)
         la.calibrate(loaders["val"])  # prior precision and softmax temperature
         inside, outside = la.predict(loaders["test"]), la.predict(loaders["oos_test"])
-        doubt = outside.epistemic, inside.epistemic
+        doubt = inside.epistemic, outside.epistemic
         rows[name] = row_of(inside.mean, y, outside.mean, doubt)
         print(f"{name}: {la.n_params:,} weights, {time.process_time() - start:.0f} s")
 

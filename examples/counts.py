@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
-from laplace.evaluation import coverage
+from laplace.evaluation import interval_coverage
 
 OPEN, CLOSE = 8.0, 20.0
 
@@ -92,7 +92,7 @@ def main(quick: bool = False) -> dict[str, Tensor]:
             found = show_rates(posteriors["all, full"])
         for name, la in posteriors.items():
             lower, upper = la.predict(scaled(grid)).interval(0.95)
-            held[name].append(coverage(lower, upper, true_rate(grid)))
+            held[name].append(interval_coverage(lower, upper, true_rate(grid)))
             width[name].append(float((upper / lower).mean()))
 
     print(f"\nHow often a 95 % interval of the rate holds the true rate, from {OPEN:g} to {CLOSE:g} o'clock; ", end="")

@@ -84,7 +84,7 @@ def scores(p: Tensor, y: Tensor, p_unseen: Tensor) -> dict[str, float]:
         "nll": nll(p, y),
         "ece": ece(p, y),
         "unseen": confidence(p_unseen),
-        "auroc": auroc(p.amax(1), p_unseen.amax(1)),
+        "auroc": auroc(-p.amax(1), -p_unseen.amax(1)),
     }
 
 

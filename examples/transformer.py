@@ -109,7 +109,7 @@ def main(quick: bool = False) -> dict[str, dict[str, dict[str, float]]]:
 
     print("\nEpistemic uncertainty, in nats, is what more sentences would take away. How well it tells sentences with")
     print("words never seen from the others (AUROC; 0.5 is guessing):")
-    noticed = {name: auroc(doubt["never seen"], doubt["seen"]) for name, doubt in doubts.items()}
+    noticed = {name: auroc(doubt["seen"], doubt["never seen"]) for name, doubt in doubts.items()}
     for name, la in posteriors.items():
         print(f"  {name:11} ({la.n_params:5,} weights) {noticed[name]:.3f}")
     return rows | {"noticed": {name: {"auroc": value} for name, value in noticed.items()}}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from laplace import Laplace
-from laplace.evaluation import accuracy, confidence, coverage, nll
+from laplace.evaluation import accuracy, confidence, interval_coverage, nll
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -144,7 +144,7 @@ def noise() -> None:
     for name, do in tune.items():
         do()
         low, high = la.predict(new).interval(0.95)
-        width, share = float((high - low).mean()), coverage(low, high, there)
+        width, share = float((high - low).mean()), interval_coverage(low, high, there)
         print(f"  {name}: sigma {float(la.sigma_noise):.3f}, 95 % intervals cover {share:.3f}, {width:.2f} wide")
 
 

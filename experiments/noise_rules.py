@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from data import arrays
 from laplace import Laplace
-from laplace.evaluation import coverage
+from laplace.evaluation import interval_coverage
 from rows import Rows, mean
 
 SETS = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "protein", "wine", "yacht")
@@ -158,7 +158,7 @@ def scored(error: Tensor, variance: Tensor) -> tuple[float, float, float]:
     """Return coverage, width and negative log-likelihood of N(f, variance)."""
     normal = torch.distributions.Normal(torch.zeros_like(error), variance.sqrt())
     half = normal.icdf(torch.full_like(error, (1 + LEVEL) / 2))
-    return float(coverage(-half, half, error)), float(2 * half.mean()), -float(normal.log_prob(error).mean())
+    return float(interval_coverage(-half, half, error)), float(2 * half.mean()), -float(normal.log_prob(error).mean())
 
 
 def standardised(name: str, split: int, folder: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

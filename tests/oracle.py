@@ -387,6 +387,23 @@ def nystrom(jac: Tensor, h: Tensor, new: Tensor, delta: Tensor, scale: float, ra
     return Function(covariance.reshape(n, c, n, c), torch.logdet(precision) - torch.logdet(prior))
 
 
+def variational(at: Tensor, h: Tensor, new: Tensor, delta: float, scale: float) -> Function:
+    """The best sparse posterior (Titsias 2009) given the outputs at inducing points with Jacobians (M, C, P).
+
+    cov = K** - K*z Kzz^-1 Kz* + K*z (Kzz + s Q)^-1 Kz* with Q = sum of Kzn Lambda_n Knz. In place of the
+    log-determinant stands its bound, log det(1 + s Kzz^-1 Q) + s sum of tr(Lambda_n (Knn - Knz Kzz^-1 Kzn)).
+    """
+    n, c, p = new.shape
+    z, x = at.reshape(-1, p), new.reshape(-1, p)
+    kzz, q, cross = z @ z.T / delta, z @ h @ z.T / delta**2, x @ z.T / delta
+    inverse = torch.linalg.pinv(kzz, hermitian=True)
+    best = torch.linalg.pinv(kzz + scale * q, hermitian=True)
+    covariance = x @ x.T / delta + cross @ (best - inverse) @ cross.T
+    inner = torch.eye(len(z), dtype=torch.float64) + scale * inverse @ q
+    missed = scale * (h.trace() / delta - (inverse @ q).trace())
+    return Function(covariance.reshape(n, c, n, c), torch.linalg.slogdet(inner).logabsdet + missed)
+
+
 def indices_of(model: nn.Module, takes: Callable[[str, int], bool]) -> Tensor:
     """Where the weights lie that `takes(name, number in its tensor)`, in the vector of all trainable parameters.
 

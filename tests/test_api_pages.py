@@ -22,8 +22,10 @@ from laplace.utils import SubnetMask
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "api").glob("*.md"))
 ROOMS = (
+    "conformal",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "integrations.huggingface",
@@ -33,6 +35,7 @@ ROOMS = (
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "laplace"
 LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do not import each other
     ("errors", "_version"),
     ("checks", "budget"),
+    ("distributed",),
     ("linalg",),
     ("predictive",),
     ("likelihoods",),
@@ -29,18 +30,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do n
     ("posterior",),
     ("spec",),
     ("inference",),
-    ("decisions", "serving"),
+    ("decisions", "rivals", "serving"),
     ("evaluation",),
     ("tuning",),
     ("checkpoints",),
+    ("conformal",),
     ("laplace",),
     ("online", "preview", "comparison", "layers", "testing"),
     ("integrations",),
     ("compat",),
-    ("integrations",),
     ("utils", "baselaplace", "lllaplace", "subnetlaplace", "marglik_training"),  # where laplace-torch has its names
     ("__init__",),
-    ("demo",),
+    ("demo", "commands"),
     ("cli",),
 )
 DOORS = {f"curvature.{name}" for name in ("asdfghjkl", "asdl", "backpack", "curvature", "curvlinops")}

@@ -217,12 +217,13 @@ def test_validation_and_online_training_shift_as_fit_does(tmp_path):
     model, batch = made()
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     la = Laplace(model, "classification", hessian_structure="kron").fit(parts(batch))
-    a = la.tune(method="validation", val_loader=parts(batch), grid_size=3)
-    b = la.tune(method="validation", val_loader=[(inputs, by_hand(batch))], grid_size=3)
+    search = {"method": "validation", "grid_size": 3, "link_approx": "probit"}
+    a = la.tune(val_loader=parts(batch), **search)
+    b = la.tune(val_loader=[(inputs, by_hand(batch))], **search)
     assert a.score == pytest.approx(b.score, rel=1e-9)
     la.save(tmp_path / "la.safetensors")
     loaded = Laplace.load(tmp_path / "la.safetensors", model)  # which has read no batch yet
-    assert loaded.tune(method="validation", val_loader=parts(batch), grid_size=3).score == pytest.approx(a.score)
+    assert loaded.tune(val_loader=parts(batch), **search).score == pytest.approx(a.score)
     losses = []
     for loader in (parts(batch), [(inputs, by_hand(batch))]):
         options = {"n_epochs": 1, "subset_of_weights": "last_layer", "optimizer_cls": torch.optim.SGD}

@@ -14,7 +14,7 @@ from laplace.checkpoints.posteriors import KIND
 from laplace.curvature import CURVATURES, EF, GGN, MC, Hessian, Sketch
 from laplace.errors import OptionError
 from laplace.likelihoods import LIKELIHOODS, Categorical, Gaussian, Ordinal
-from laplace.structures import GP, STRUCTURES, Dense, Diag, Ekfac, Full, Inf, Kron, LowRank, Nystrom
+from laplace.structures import GP, STRUCTURES, Dense, Diag, Ekfac, Full, Inf, Kron, LowRank, Nystrom, Variational
 from laplace.structures.base import Structure
 from laplace.weights import All, LastLayer, Named, Subnetwork, Subset, Where
 
@@ -53,6 +53,12 @@ STRUCTURE = [  # name, keywords, object
     ("gp", {"independent_outputs": True}, GP(independent_outputs=True)),
     ("gp", {"functional_approximation": "nystrom", "rank": 4}, Nystrom(rank=4)),
     ("gp", {"functional_approximation": "nystrom", "n_subset": 5, "seed": 1}, Nystrom(n_subset=5, seed=1)),
+    ("gp", {"functional_approximation": "variational", "inducing_steps": 3}, Variational(inducing_steps=3)),
+    (
+        "gp",
+        {"functional_approximation": "variational", "n_subset": 5, "seed": 1, "inducing": "kmeans"},
+        Variational(n_subset=5, seed=1, inducing="kmeans"),
+    ),
 ]
 SUBSET = [
     ("last_layer", {}, LastLayer()),
@@ -140,7 +146,7 @@ def test_a_curvature_is_what_its_name_and_keywords_are(name, keywords, given, tm
 
 def test_every_option_of_every_part_is_compared_above():
     options = {(type(given), key) for _, _, given in STRUCTURE for key in given.options}
-    assert {type(given) for _, _, given in STRUCTURE} == {*STRUCTURES.values(), GP, Nystrom}
+    assert {type(given) for _, _, given in STRUCTURE} == {*STRUCTURES.values(), GP, Nystrom, Variational}
     away = {(type(given), key) for _, _, given in STRUCTURE for key in given.options if f"{key}=" in repr(given)}
     assert away == options
     assert {type(given) for _, _, given in CURVATURE} == {*CURVATURES.values()}

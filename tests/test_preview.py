@@ -11,6 +11,7 @@ import laplace
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning, OptionError
 from laplace.structures import STRUCTURES
+from networks import make
 
 
 def network(hidden: int = 30) -> nn.Sequential:
@@ -39,9 +40,9 @@ def test_it_is_a_table_of_all_structures_and_prints_nothing_by_itself(capsys):
     printed = repr(preview)
     assert str(preview) == printed
     assert "723 uncertain weights in 4 tensors, 3 outputs" in printed
-    for name in [*STRUCTURES, "gp", "gp, nystrom"]:
+    for name in [*STRUCTURES, "gp", "gp, nystrom", "gp, variational"]:
         assert f"\n{name} " in printed
-    assert [option.structure for option in preview] == [*STRUCTURES, "gp", "gp, nystrom"]
+    assert [option.structure for option in preview] == [*STRUCTURES, "gp", "gp, nystrom", "gp, variational"]
     assert "peak memory" in printed
     assert all(option.fits for option in preview)
     assert max(map(len, printed.splitlines())) <= 80
@@ -178,3 +179,16 @@ def test_options_of_laplace_are_those_of_the_plan():
     small, large = (laplace.plan(network(), batch(), "classification", "all", rank=rank) for rank in (5, 50))
     assert small["lowrank"].bytes < large["lowrank"].bytes
     assert small["kron"].bytes == large["kron"].bytes
+
+
+def test_ranks_share_examples_and_decompositions_of_blocks():
+    model, x, y = make("mlp", "classification")
+    one, four = (laplace.plan(model, (x, y), "classification", "all", n_data=1000, ranks=ranks) for ranks in (1, 4))
+    for option in one:
+        assert four[option.structure].bytes == option.bytes
+    for name in ("kron", "diag", "ekfac"):
+        assert four[name].epochs == pytest.approx(one[name].epochs / 4)
+    assert one["full"].epochs / 4 < four["full"].epochs < one["full"].epochs  # every rank decomposes the whole matrix
+    assert "250 on each of 4 ranks" in repr(four)
+    with pytest.raises(OptionError, match="ranks=0"):
+        laplace.plan(model, (x, y), "classification", ranks=0)

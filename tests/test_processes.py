@@ -1,61 +1,13 @@
-"""Several processes: each keeps the posterior of its own batches and says so; together they are that of all data."""
+"""One of several processes that says nothing of the others is warned; with `group=` they fit together."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import laplace
 from laplace import Laplace, marglik_training
 from laplace.errors import ProcessesWarning
-
-RANKS = """
-import os, sys, warnings
-import torch
-from torch import distributed, nn
-from laplace import Laplace
-from laplace.errors import ProcessesWarning
-
-torch.set_num_threads(1)
-other, path = os.fork(), sys.argv[1]  # what takes time is the import; nothing has run yet
-rank = 0 if other else 1
-distributed.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = nn.Linear(3, 2).double()
-x, y = torch.randn(20, 3).double(), torch.arange(20) % 2
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    la = Laplace(model, "classification").fit([(x[rank::2], y[rank::2])])
-(warning,) = [w for w in said if w.category is ProcessesWarning]
-call = str(warning.message).split("after fit: ")[1].split(". If every")[0]
-exec(call)  # what the warning says to write
-whole = Laplace(model, "classification")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", ProcessesWarning)
-    whole.fit([(x, y)])
-assert la.n_data == 20
-torch.testing.assert_close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())
-torch.testing.assert_close(la(x), whole(x))
-distributed.destroy_process_group()
-if other:
-    assert os.waitpid(other, 0)[1] == 0, "the other process failed"
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
-def test_the_posteriors_of_two_processes_add_to_that_of_all_data_as_the_warning_says(tmp_path):
-    source = str(Path(laplace.__file__).parents[1])
-    program = f"import sys; sys.path.insert(0, {source!r})\n{RANKS}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -70,20 +22,26 @@ def data():
 
 
 @pytest.mark.usefixtures("two_processes")
-def test_it_is_said_once_and_what_does_not_add_is_not_added():
+def test_it_is_said_once_with_what_to_write():
     model, loader = data()
     la = Laplace(model, "classification")
-    with pytest.warns(ProcessesWarning, match=r"one of 2 processes.*la = sum\(parts\)") as said:
+    with pytest.warns(ProcessesWarning, match=r"one of 2 processes.*group=torch.distributed.group.WORLD.*None") as said:
         la.fit(loader).fit(loader)
     assert len(said) == 1
-    with pytest.warns(ProcessesWarning, match="sums of 'ekfac' cannot be added") as said:
-        Laplace(model, "classification", hessian_structure="ekfac").fit(loader)
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_process_that_works_alone_on_purpose_is_not_warned(recwarn):
+    model, loader = data()
+    Laplace(model, "classification").fit(loader, group=None)
+    marglik_training(model, loader, n_epochs=1, group=None)
+    assert not [w for w in recwarn if w.category is ProcessesWarning]
 
 
 @pytest.mark.usefixtures("two_processes")
 def test_online_training_says_it_before_it_trains():
     model, loader = data()
-    with pytest.warns(ProcessesWarning, match="marglik_training in one process") as said:
+    with pytest.warns(ProcessesWarning, match="the networks drift apart") as said:
         marglik_training(model, loader, n_epochs=1)
     assert len([w for w in said if w.category is ProcessesWarning]) == 1
 

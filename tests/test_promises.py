@@ -207,7 +207,7 @@ def test_fit_runs_the_network_once_per_batch_without_autograd():
     modes = []
     model[0].register_forward_hook(lambda m, a, o: modes.append((len(a[0]), torch.is_grad_enabled(), o.requires_grad)))
     Laplace(model, "classification").fit(cut(x, y, 10))
-    assert [n for n, *_ in modes[:4]] == [1, 1, 5, 2]  # watched; to find the last layer; whether outputs are steady
+    assert [n for n, *_ in modes[:4]] == [5, 5, 5, 2]  # watched; to find the last layer; whether outputs are steady
     assert [n for n, *_ in modes[4:]] == [10, 10, 3]
     assert not any(grad for _, *grads in modes for grad in grads)
 

@@ -59,10 +59,16 @@ def narrows(test: ast.expr) -> bool:
     return isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
 
 
+# `laplace report --model MODULE:NAME` imports the network that the user names, as `python -m MODULE` would.
+NAMED_BY_THE_USER = ("commands/report.py", "an import by a name that is not written down")
+
+
 def test_no_file_runs_text_or_foreign_files():
     assert len(FILES) > 50
-    found = {str(file): list(offences(ast.parse(file.read_text()))) for file in FILES}
-    assert not {file: what for file, what in found.items() if what}
+    found = [(str(file), what) for file in FILES for what in offences(ast.parse(file.read_text()))]
+    assert [
+        each for each in found if not (each[0].endswith(NAMED_BY_THE_USER[0]) and each[1] == NAMED_BY_THE_USER[1])
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from laplace.errors import LaplaceWarning
 from laplace.linalg.symmetric import clip
 
 PRIORS = (1e2, 1.0, 1e-3, 1e-5, 1e-8)
-STRUCTURES = ["diag", "kron", "ekfac", "inf", "block", "full", "lowrank", "gp", "nystrom"]
+STRUCTURES = ["diag", "kron", "ekfac", "inf", "block", "full", "lowrank", "gp", "nystrom", "variational"]
 CLOSE = 0.01  # of every variance, and of the evidence's terms
 
 
@@ -50,6 +50,8 @@ def test_variances_and_evidence_are_those_of_float64_at_every_prior(structure, s
     options: dict[str, object] = {"rank": 63 if subset == "last_layer" else 120} if structure == "lowrank" else {}
     if structure == "nystrom":  # of regression's last layer, rank 10 is in the midst of eigenvalues that are equal
         structure, options = "gp", {"functional_approximation": "nystrom", "n_subset": 50, "rank": 10}
+    if structure == "variational":
+        structure, options = "gp", {"functional_approximation": "variational", "n_subset": 6}
     single, double = (
         fitted((3, 20, 3), 300, dtype, structure, subset, task, **options) for dtype in (torch.float32, torch.float64)
     )

@@ -36,8 +36,12 @@ class Folder:
 
     def labels(self, name: str, split: str) -> np.ndarray:
         """Return the labels of a packed set of images."""
+        return self.beside(name, f"y_{split}")
+
+    def beside(self, name: str, key: str) -> np.ndarray:
+        """Return an array that is kept beside packed images."""
         with np.load(self._file(f"{name}_webp.npz"), allow_pickle=False) as archive:
-            return archive[f"y_{split}"]
+            return archive[key]
 
     def texts(self, name: str) -> dict[str, dict[str, list]]:
         """Return the splits of `text/<name>.json.gz`, each with 'text' and 'label'."""

@@ -51,7 +51,7 @@ def of_classes(
     ood = {}
     for name, other in outside.items():
         unknown = predict(other).certainty()
-        ood[name] = {score: auroc(known[score], unknown[score]) for score in known}
+        ood[name] = {score: auroc(-known[score], -unknown[score]) for score in known}
     measured = {"nll": nll(probs, y), "ece": ece(probs, y), "brier": brier(probs, y), "accuracy": accuracy(probs, y)}
     return measured | {"confidence": float(probs.amax(-1).mean()), "ood": ood}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.evaluation import coverage
+from laplace.evaluation import interval_coverage
 
 NOISE = 0.1
 # Of Okabe and Ito, distinct to colour-blind readers; PALE is the blue of the band, darkened for its label.
@@ -88,7 +88,10 @@ def measure(seeds: int) -> None:
             lower, upper = prediction.interval(0.95)
             known = 1.96 * NOISE
             found[place].append(
-                (coverage(lower, upper, y), coverage(prediction.mean - known, prediction.mean + known, y))
+                (
+                    interval_coverage(lower, upper, y),
+                    interval_coverage(prediction.mean - known, prediction.mean + known, y),
+                )
             )
     for place, values in found.items():
         band, alone = torch.tensor(values).mean(0).tolist()

@@ -9,21 +9,22 @@ except its `Likelihood`, which is `laplace.compat.enums.Likelihood`.
 """
 
 from laplace import compat as compat
+from laplace import conformal as conformal
 from laplace import curvature as curvature
 from laplace import decisions as decisions
+from laplace import distributed as distributed
 from laplace import errors as errors
 from laplace import evaluation as evaluation
 from laplace import layers as layers
 from laplace import likelihoods as likelihoods
 from laplace import priors as priors
+from laplace import rivals as rivals
 from laplace import structures as structures
 from laplace import tuning as tuning
 from laplace import utils as utils
 from laplace import weights as weights
 from laplace._version import __version__ as __version__
 from laplace.comparison import compare
-from laplace.compat.classes import ELLA as ELLA
-from laplace.compat.classes import BaseFunctionalLaplace as BaseFunctionalLaplace
 from laplace.compat.classes import BaseLaplace as BaseLaplace
 from laplace.compat.classes import DiagLaplace as DiagLaplace
 from laplace.compat.classes import DiagLLLaplace as DiagLLLaplace
@@ -31,8 +32,6 @@ from laplace.compat.classes import DiagSubnetLaplace as DiagSubnetLaplace
 from laplace.compat.classes import FullLaplace as FullLaplace
 from laplace.compat.classes import FullLLLaplace as FullLLLaplace
 from laplace.compat.classes import FullSubnetLaplace as FullSubnetLaplace
-from laplace.compat.classes import FunctionalLaplace as FunctionalLaplace
-from laplace.compat.classes import FunctionalLLLaplace as FunctionalLLLaplace
 from laplace.compat.classes import KronLaplace as KronLaplace
 from laplace.compat.classes import KronLLLaplace as KronLLLaplace
 from laplace.compat.classes import LLLaplace as LLLaplace
@@ -48,6 +47,12 @@ from laplace.compat.enums import PredType as PredType
 from laplace.compat.enums import PriorStructure as PriorStructure
 from laplace.compat.enums import SubsetOfWeights as SubsetOfWeights
 from laplace.compat.enums import TuningMethod as TuningMethod
+from laplace.compat.functional import ELLA as ELLA
+from laplace.compat.functional import BaseFunctionalLaplace as BaseFunctionalLaplace
+from laplace.compat.functional import FunctionalLaplace as FunctionalLaplace
+from laplace.compat.functional import FunctionalLLLaplace as FunctionalLLLaplace
+from laplace.compat.functional import VaLLA as VaLLA
+from laplace.evaluation.report.call import report
 from laplace.laplace import Laplace
 from laplace.layers import register_rule
 from laplace.likelihoods import (
@@ -75,16 +80,20 @@ __all__ = [
     "marglik_training",
     "plan",
     "register_rule",
+    "report",
 ]
 _ROOMS = (
     "compat",
+    "conformal",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "layers",
     "likelihoods",
     "priors",
+    "rivals",
     "structures",
     "tuning",
     "utils",

@@ -1,16 +1,14 @@
 """Provide what laplace-torch has in this module. It is defined in `laplace.compat`."""
 
 from laplace.compat.classes import (
-    ELLA,
-    BaseFunctionalLaplace,
     BaseLaplace,
     DiagLaplace,
     FullLaplace,
-    FunctionalLaplace,
     KronLaplace,
     LowRankLaplace,
     ParametricLaplace,
 )
+from laplace.compat.functional import ELLA, BaseFunctionalLaplace, FunctionalLaplace, VaLLA
 
 __all__ = [
     "ELLA",
@@ -22,4 +20,5 @@ __all__ = [
     "KronLaplace",
     "LowRankLaplace",
     "ParametricLaplace",
+    "VaLLA",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import os
 from collections.abc import Iterable, Mapping
@@ -61,6 +62,14 @@ def flag(value: object, what: str) -> bool:
     if isinstance(plain, (bool, int)) and plain in (0, 1):
         return bool(plain)
     raise OptionError(f"{what}={shown(value)} must be True or False.")
+
+
+def flag_or_none(value: object, what: str) -> bool | None:
+    """Return True, False, or None, which leaves the choice to us."""
+    try:
+        return None if value is None else flag(value, what)
+    except OptionError as error:
+        raise OptionError(f"{what}={shown(value)} must be True, False or None.") from error
 
 
 def path_of(value: Any, what: str) -> Path:
@@ -159,3 +168,8 @@ def real(value: Tensor | float, what: str) -> Tensor:
     if not tensor.isfinite().all():
         raise OptionError(f"{what} holds NaN or infinite values.")
     return tensor
+
+
+def all_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite. One sum tells, unless it overflows itself."""
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())

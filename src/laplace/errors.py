@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
+    "ArgumentError",
     "BoundaryWarning",
     "CheckpointError",
     "FormChangedError",
@@ -21,6 +22,7 @@ __all__ = [
     "NumericalError",
     "OptionError",
     "ProcessesWarning",
+    "RankError",
     "StaleWarning",
     "UnknownNameError",
     "UnsupportedError",
@@ -35,6 +37,10 @@ class LaplaceError(Exception):
 
 class OptionError(LaplaceError, ValueError):
     """An option is unknown, or its value is out of range."""
+
+
+class ArgumentError(OptionError, TypeError):
+    """A call lacks an argument that it needs, or has one that there is not."""
 
 
 class UnknownNameError(OptionError, KeyError):
@@ -79,6 +85,10 @@ class NumericalError(LaplaceError, ArithmeticError):
 
 class MemoryBudgetError(LaplaceError, MemoryError):
     """A result would not fit into memory. The message says how many bytes it needs, and what would fit."""
+
+
+class RankError(LaplaceError, RuntimeError):
+    """Another process of the group has failed, or cannot be reached. The message names its rank and its error."""
 
 
 class LaplaceWarning(UserWarning):

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from laplace.checkpoints import posteriors as files
 from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
-from laplace.checks import flag
+from laplace.checks import flag, flag_or_none
+from laplace.conformal import calls as conformalising
 from laplace.curvature import Estimator
+from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import OptionError
 from laplace.inference import continual, inspection, options
 from laplace.inference import predict as predicting
@@ -34,6 +36,7 @@ from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
 from laplace.network.loaders import training_data
 from laplace.network.replica import require_values
+from laplace.network.wrappers import unwrapped
 from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
@@ -77,7 +80,7 @@ class Laplace:
     with options of their own: "kron" with damping=True is Kron(damping=True).
 
     Args:
-        model: the trained network; it is never changed.
+        model: the trained network; it is never changed. One in `DistributedDataParallel` is taken out of it.
         likelihood: what the outputs mean: 'classification', 'regression', 'binary', 'multilabel', 'poisson',
             'heteroscedastic', 'given_noise', 'reward_modeling', or an object, as of `laplace.likelihoods`.
         subset_of_weights: which weights are uncertain: 'last_layer', 'all' (parameters with requires_grad),
@@ -113,7 +116,11 @@ class Laplace:
         n_subset: of 'gp', how many points are kept (None: all, up to 256).
         seed: of 'gp', what the points are drawn by.
         independent_outputs: of 'gp' with 'sod', each output by itself.
-        functional_approximation: of 'gp', 'sod' (the subset alone) or 'nystrom' (all data in `rank` directions).
+        functional_approximation: of 'gp', 'sod' (the subset alone), 'nystrom' (all data in `rank` directions) or
+            'variational' (all data given `n_subset` inducing points).
+        inducing: of 'gp' with 'variational', where the inducing points are: 'random' (drawn from the data), 'kmeans',
+            or the points themselves, in the form of the inputs.
+        inducing_steps: of 'gp' with 'variational', how many steps to move the inducing points by.
         memory_budget: bytes that may be taken; what is free, if left out.
         class_dim: which dimension of the outputs has the classes: -1 of (N, C) and (N, T, C), 1 of (N, C, H, W); None
             for one number at each position, (N, T).
@@ -158,6 +165,8 @@ class Laplace:
         seed: int = 0,
         independent_outputs: bool = False,
         functional_approximation: str = "sod",
+        inducing: Any = "random",
+        inducing_steps: int = 0,
         memory_budget: int | None = None,
         class_dim: int | None = -1,
         backend: Any = None,
@@ -165,10 +174,12 @@ class Laplace:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.")
+        model, wrapped = unwrapped(model)
         require_values(model)
         self.damping, self.weight_sharing, self.rank, self.tol = damping, weight_sharing, rank, tol
         self.n_subset, self.seed, self.independent_outputs = n_subset, seed, independent_outputs
         self.functional_approximation, self.memory_budget = functional_approximation, memory_budget
+        self.inducing, self.inducing_steps = inducing, inducing_steps
         self.subset_of_weights, self.hessian_structure = subset_of_weights, hessian_structure
         self.last_layer_name, self.feature_reduction = last_layer_name, feature_reduction
         self.backend_name, self.backend_kwargs = name_of_backend(backend), backend_kwargs
@@ -190,7 +201,7 @@ class Laplace:
             backend=backend,
             backend_kwargs=backend_kwargs,
         )
-        self.runner = Runner(model, spec, flag(enable_backprop, "enable_backprop"))
+        self.runner = Runner(model, spec, flag(enable_backprop, "enable_backprop"), wrapped)
         made = prior_of(prior, prior_precision, prior_mean, spec.structure.described)
         self.values = Values.of(self.runner, made, sigma_noise, temperature, softmax_temperature)
 
@@ -232,7 +243,7 @@ class Laplace:
         self,
         train_loader: Any,
         override: Any = True,
-        progress_bar: bool = False,
+        progress_bar: bool | None = None,
         *,
         y: Any = None,
         generator: torch.Generator | None = None,
@@ -240,6 +251,7 @@ class Laplace:
         every: int = 100,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         batch_size: int | None = None,
+        group: Group = OWN,
     ) -> Self:
         """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
 
@@ -252,7 +264,7 @@ class Laplace:
                 dataset of single examples, a Lightning DataModule, or a `transformers.Trainer`, whose training data is
                 read in order.
             override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
-            progress_bar: whether one is shown.
+            progress_bar: whether one is shown; None shows one in a terminal after a few seconds.
             y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
             generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
             checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
@@ -260,6 +272,8 @@ class Laplace:
             every: how many batches apart that is.
             collate_fn: of a dataset, makes a batch of a list of examples, as a data collator of transformers does.
             batch_size: of a dataset or of `la.fit(x, y)`, examples in a batch; 32 or 128 if left out.
+            group: the process group whose ranks fit one posterior together, each reading its own part of the data, as
+                `torch.distributed.group.WORLD`. None keeps the posterior of this process's own batches.
 
         Returns:
             The object itself.
@@ -270,18 +284,25 @@ class Laplace:
             MemoryBudgetError: sums that would not fit into memory.
             UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
             CheckpointError: a file `checkpoint` of another fit.
+            RankError: another rank of `group` has failed; the message names it and its error.
         """
         train_loader, override = training_data(train_loader, override, y, batch_size, collate_fn)
         before = None if flag(override, "override") else self.values.fit
-        journal = None if checkpoint is None else partial(progress_of, self.runner, path=checkpoint, every=every)
+        reduce = reduce_over(group, self.runner.spread, train_loader)
+        if group is OWN:
+            self.runner.notice_processes()
+        journal = None
+        if checkpoint is not None:
+            journal = partial(progress_of, self.runner, path=checkpoint, every=every, reduce=reduce)
         fit = sums_of(
             self.runner,
             train_loader,
             self.prior,
             before,
-            progress_bar=flag(progress_bar, "progress_bar"),
+            progress_bar=flag_or_none(progress_bar, "progress_bar"),
             generator=generator,
             journal=journal,
+            reduce=reduce,
         )
         again = before is None and not isinstance(train_loader, Iterator)
         self.values = replace(self.values, fit=fit, training_data=train_loader if again else None)
@@ -303,6 +324,7 @@ class Laplace:
     optimize_prior_precision = tuning.optimize_prior_precision
     as_prior = continual.as_prior
     module = serving.module
+    conformal = conformalising.conformal
 
     coverage = inspection.coverage
     mean = reads(inspection.mean)

@@ -3,10 +3,10 @@
 from laplace.compat.classes import (
     DiagLLLaplace,
     FullLLLaplace,
-    FunctionalLLLaplace,
     KronLLLaplace,
     LLLaplace,
 )
+from laplace.compat.functional import FunctionalLLLaplace
 
 __all__ = [
     "DiagLLLaplace",

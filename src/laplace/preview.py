@@ -30,6 +30,7 @@ from laplace.linalg.autocast import plain
 from laplace.network.batches import device_of, split
 from laplace.spec import PlanOptions, refuse_unknown_keywords
 from laplace.structures import STRUCTURES, Structure
+from laplace.structures.blockdiag import BlockDiagonal
 from laplace.structures.functional import FUNCTIONAL
 from laplace.structures.functional.structure import DEFAULT_POINTS
 from laplace.weights import Subset
@@ -53,8 +54,9 @@ class Option:
 
     Attributes:
         structure: the name of the structure.
-        bytes: the peak memory of a fit. `la.coverage().bytes` is the memory that is kept.
-        epochs: the cost of a fit with its decompositions, in epochs of training on the same data.
+        bytes: the peak memory of a fit, on each rank. `la.coverage().bytes` is the memory that is kept.
+        epochs: the cost of a fit with its decompositions, in epochs of training on the same data by one process. Of
+            several ranks, the cost of each, without the time of the exchange.
         fits: whether there is enough memory.
         reason: why the structure cannot be used, or ''.
     """
@@ -77,7 +79,7 @@ class Preview:
     """Lists all structures on a network, and prints as a table. `preview["kron"]` is one of them.
 
     Attributes:
-        title: the network and the data in two lines.
+        title: the network and the data in two lines, or three for several ranks.
         options: one `Option` per structure.
         n_data: the number of examples that the costs are for.
         recommended: the name of the structure to start with. None if none fits.
@@ -117,6 +119,7 @@ def plan(
     *,
     curvature: Estimator | str | None = None,
     n_data: int | None = None,
+    ranks: int = 1,
     **options: Unpack[PlanOptions],
 ) -> Preview:
     """Return the peak memory and the estimated cost of each structure, whether it fits, and a recommendation.
@@ -132,6 +135,8 @@ def plan(
         subset_of_weights: as in `Laplace`.
         curvature: as in `Laplace`.
         n_data: the number of training examples. By default the size of the loader, or 10,000 for a single batch.
+        ranks: on how many processes the data is divided. Memory and cost are those of each: they share the examples and
+            the eigendecompositions of blocks; every rank keeps all sums.
         **options: further options of `Laplace`, including those of structures.
 
     Returns:
@@ -159,7 +164,7 @@ def plan(
         return Laplace(model, likelihood, subset_of_weights, kind, **others, **given).structure
 
     with plain():
-        return _previewed(la, _first(batch), number, size is None, structure)
+        return _previewed(la, _first(batch), number, size is None, structure, whole_number(ranks, "ranks"))
 
 
 def _several(batch: Any) -> bool:
@@ -216,7 +221,9 @@ def _recommended(options: Sequence[Option], limit: float) -> tuple[str | None, s
     return name, f"{name}, the closest to the whole curvature for {cost} ({'; '.join(reasons)})."
 
 
-def _previewed(la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callable[[str], Structure]) -> Preview:
+def _previewed(
+    la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callable[[str], Structure], ranks: int
+) -> Preview:
     runner = la.runner
     few = split(batch, runner.spec.keys, 0, la.model).labels(0, _EXAMPLES)
     inputs = runner.told_apart(few.inputs.to(device_of(la.model))).part(0, _EXAMPLES)
@@ -227,7 +234,7 @@ def _previewed(la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callab
     counter = FlopCounterMode(display=False)
     with counter:
         forward = engine.forward(inputs)
-    forward, targets = counted(forward, few, la.likelihood)
+    forward, targets, _ = counted(forward, few, la.likelihood)
     f, y = forward.outputs, targets.y
     n, once = forward.positions.n, counter.get_total_flops()
     with torch.no_grad():
@@ -256,12 +263,18 @@ def _previewed(la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callab
         if estimator.exact_hessian:
             each = 4.0 * layout.n_params * once / n  # one Hessian-vector product per weight
         runs, back = structure.runs(layout, n_data)
-        total = (runs * once + back * sent) / n + 2 * each + 2 * decomposed / n_data
+        once_per_fit = 2 * decomposed / n_data / (ranks if isinstance(structure, BlockDiagonal) else 1)
+        total = ((runs * once + back * sent) / n + 2 * each) / ranks + once_per_fit
         found.append(Option(name, needed, total / max(1.0, epoch), runner.spec.budget.has(needed, f.device)))
     title = (
         f"{type(la.model).__name__}: {layout.n_params:,} uncertain weights in {len(layout.names)} tensors, "
         f"{f.shape[1]} outputs;\ncurvature {estimator.name!r}, {len(vectors)} vectors per example; {n_data:,} examples"
         + (" (assumed; see n_data=)" if assumed else "")
+        + (
+            ""
+            if ranks == 1
+            else f",\n{-(-n_data // ranks):,} on each of {ranks} ranks; memory and cost are of each rank"
+        )
     )
     return Preview(
         title, tuple(found), n_data, *_recommended(found, max(_AFFORDABLE, _QUICK / max(1.0, epoch * n_data)))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from laplace.budget import Budget
 from laplace.checks import choice, did_you_mean, shown, unchanged, whole_number
 from laplace.curvature import CURVATURES, GGN, Drawn, Estimator
-from laplace.errors import ModelError, OptionError, UnsupportedError
+from laplace.errors import ArgumentError, ModelError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.network.batches import Keys
 from laplace.predictive.positions import class_dim_of
@@ -39,6 +39,8 @@ STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # the defaults
     "seed": 0,
     "independent_outputs": False,
     "functional_approximation": "sod",
+    "inducing": "random",
+    "inducing_steps": 0,
 }
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
@@ -63,6 +65,8 @@ class TrainingOptions(TypedDict, total=False):
     seed: int
     independent_outputs: bool
     functional_approximation: str
+    inducing: Any
+    inducing_steps: int
     memory_budget: int | None
     class_dim: int | None
     backend_kwargs: Mapping[str, Any] | None
@@ -220,11 +224,6 @@ def _of_gp(approximation: str) -> str:
 
 def _functional_named(approximation: Any) -> type[Structure]:
     """Return the structure for an approximation of a posterior over functions."""
-    if str(getattr(approximation, "value", approximation)) == "variational":
-        raise UnsupportedError(
-            "functional_approximation='variational' trains inducing points; these approximations train nothing. "
-            "Take 'sod' (a subset of the data) or 'nystrom' (all data in a few directions)."
-        )
     return FUNCTIONAL[choice(approximation, FUNCTIONAL, "functional_approximation")]
 
 
@@ -233,12 +232,13 @@ def require_served(structure: Structure, layout: Layout) -> None:
     if structure.scattered or not layout.scattered:
         return
     parts = [name for name, part in zip(layout.names, layout.parts, strict=True) if part is not None]
+    count = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
     able = ", ".join(repr(other) for other, s in STRUCTURES.items() if s.scattered)
     ours = type(structure).__module__.startswith("laplace.")
     own = "" if ours else f" If {structure.name} can keep blocks of shape (k,), say so: scattered = True."
     raise UnsupportedError(
         f"hessian_structure={structure.name!r} needs whole tensors, and subnetwork_indices choose only some weights of "
-        f"{len(parts)} tensors ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
+        f"{count} ({', '.join(parts[:3])}{', ...' if len(parts) > 3 else ''}). Take hessian_structure= "
         f"one of {able}, or all weights of each tensor.{own}"
     )
 
@@ -255,13 +255,13 @@ def estimator_named(
         raise OptionError(f"curvature={curvature.__name__} is a class; give an object: {curvature.__name__}().")
     number = whole_number(samples, "curvature_samples")
     if isinstance(curvature, Estimator):
-        if number not in (1, curvature.vectors) or backend is not None:
+        if number not in (1, curvature.vectors) or name_of_backend(backend) is not None:
             raise OptionError(
                 f"curvature={curvature!r} is complete: leave out curvature_samples= and backend=, or write "
                 "Sketch(samples=...)."
             )
         return curvature
-    name = _of_backend(curvature, backend, backend_kwargs)
+    name = _of_backend(curvature, name_of_backend(backend), backend_kwargs)
     if name is None:
         if number != 1:
             raise OptionError(f"curvature_samples={number} is for curvature='mc' and 'sketch'; 'ggn' draws nothing.")
@@ -277,31 +277,34 @@ def estimator_named(
 
 
 def name_of_backend(backend: Any) -> str | None:
-    """Return the name of a backend that is given by name, as a class, or as an object of that class."""
+    """Return the name of a backend that is given by name, as a class, or as an object of that class.
+
+    An object that was read from a posterior (`la.backend`) knows in `_asked_for` which one was asked for there, if any.
+    """
     if backend is None or isinstance(backend, str):
         return backend
+    if hasattr(backend, "_asked_for"):
+        return backend._asked_for
     return getattr(backend, "__name__", type(backend).__name__)
 
 
-def _of_backend(name: Any, backend: Any, backend_kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the curvature for a backend class of laplace-torch, or `name` if no backend is given."""
+def _of_backend(name: Any, backend: str | None, backend_kwargs: Mapping[str, Any] | None) -> Any:
+    """Return the curvature for the name of a backend class of laplace-torch, or `name` if no backend is given."""
     if backend is None:
         if backend_kwargs is not None and (not isinstance(backend_kwargs, Mapping) or backend_kwargs):
             raise OptionError("backend_kwargs= goes with backend=. Write curvature= and curvature_samples= instead.")
         return name
-    label = name_of_backend(backend)
-    assert label is not None
-    meant = next((kind for part, kind in _BACKENDS.items() if part in label), None)
+    meant = next((kind for part, kind in _BACKENDS.items() if part in backend), None)
     if meant == "ggn" and isinstance(backend_kwargs, Mapping) and backend_kwargs.get("stochastic"):
         meant = "mc"
     if meant is None or (name is not None and str(name) != meant):
         kinds = ", ".join(map(repr, CURVATURES))
-        raise OptionError(f"backend={label} does not say which curvature. Write curvature= one of {kinds}.")
+        raise OptionError(f"backend={backend} does not say which curvature. Write curvature= one of {kinds}.")
     return meant
 
 
 def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn a call with a wrong keyword, or without a needed argument, into an OptionError that says what to write.
+    """Turn a call with a wrong keyword, or without a needed argument, into an error that says what to write.
 
     Type checkers see the function's own signature, so that they find the typo, too. If it ends with
     `**options: Unpack[...]`, the keys of that TypedDict are allowed. If it ends with `**model_kwargs`, these go to the
@@ -311,10 +314,12 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        strange = call.check(args, kwargs)
+        strange = call.strange(kwargs) if kwargs else []
         try:
             return function(*args, **kwargs)
         except (ModelError, TypeError) as error:
+            if isinstance(error, TypeError):
+                call.check(args, kwargs)
             for name in strange:
                 if f"unexpected keyword argument {name!r}" in str(error):
                     raise call.refused(name, ", and the network takes no such keyword") from error
@@ -356,22 +361,26 @@ class _Call:
         if parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
             self.owner = f"Laplace.{self.owner}" if self.owner != "call" else "Laplace.__call__"
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-        """Refuse a call with wrong arguments. Return the keywords that go to the network."""
-        strange = [name for name in kwargs if name not in self.known]
-        if strange and not self.passed_on:
-            raise self.refused(strange[0])
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call with wrong arguments."""
+        self.strange(kwargs)
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             write = f"Write {self.owner}({', '.join(self.needed)}); see help({self.owner})."
-            raise OptionError(f"{self.owner}: {error}. {write}") from None
+            raise ArgumentError(f"{self.owner}: {error}. {write}") from None
+
+    def strange(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """Return the keywords that go to the network. Refuse others that are not known."""
+        strange = [name for name in kwargs if name not in self.known]
+        if strange and not self.passed_on:
+            raise self.refused(strange[0])
         return strange
 
-    def refused(self, name: str, where: str = "") -> OptionError:
+    def refused(self, name: str, where: str = "") -> ArgumentError:
         """Return the error about an unknown keyword."""
         hint = did_you_mean(name, sorted(self.known - {"self"})) or f" See help({self.owner})."
-        return OptionError(f"{self.owner} has no option {name!r}{where}.{hint}")
+        return ArgumentError(f"{self.owner} has no option {name!r}{where}.{hint}")
 
 
 def _unpacked(annotation: str) -> Iterable[str]:

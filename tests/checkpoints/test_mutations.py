@@ -34,6 +34,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("classification", {"hessian_structure": "diag", "subset_of_weights": "all", "curvature": "ef"}),
     ("regression", {"hessian_structure": "gp", "subset_of_weights": "all"}),
     ("classification", {"hessian_structure": "gp", "functional_approximation": "nystrom", "subset_of_weights": "all"}),
+    ("regression", {"hessian_structure": "gp", "functional_approximation": "variational", "subset_of_weights": "all"}),
     ("regression", {"hessian_structure": "full", "subset_of_weights": ["0.*"]}),
     ("regression", {"hessian_structure": "full", "subset_of_weights": "subnetwork", "subnetwork_indices": [1, 4, 9]}),
     ("regression", {"hessian_structure": "kron", "earlier": True}),

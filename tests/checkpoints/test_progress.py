@@ -120,7 +120,7 @@ def test_what_was_counted_is_not_run_again(tmp_path):
         Laplace(model, "classification").fit(Loader(cut(x, y, 3), 7), checkpoint=tmp_path / "fit", every=3)
     sizes.clear()
     la = Laplace(model, "classification").fit(cut(x, y, 3), checkpoint=tmp_path / "fit", every=3)
-    assert sizes[:4] == [1, 1, 3, 2]  # watched, the last layer is looked for, and whether the outputs are steady
+    assert sizes[:4] == [3, 3, 3, 2]  # watched, the last layer is looked for, and whether the outputs are steady
     assert sizes[4:] == [3, 3, 2]  # the first batch is looked at, two are left of eight
     assert la.n_data == 23
 

@@ -28,6 +28,7 @@ KINDS |= {
     "gp": {"hessian_structure": "gp", "n_subset": 7},
     "independent gp": {"hessian_structure": "gp", "n_subset": 6, "seed": 3, "independent_outputs": True},
     "nystrom": {"hessian_structure": "gp", "functional_approximation": "nystrom", "rank": 4},
+    "variational": {"hessian_structure": "gp", "functional_approximation": "variational", "n_subset": 5},
     "damped kron": {"hessian_structure": "kron", "damping": True},
     "inf with a share": {"hessian_structure": "inf", "rank": 0.9},
     "lowrank with a tolerance": {"hessian_structure": "lowrank", "tol": 0.05},

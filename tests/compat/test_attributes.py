@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -103,3 +104,35 @@ def test_a_loss_has_item():
     la = Laplace(network(), "regression").fit([(X, Y)])
     assert la.loss.item() == pytest.approx(0.5 * float((network()(X) - Y).square().sum().detach()))
     assert isinstance(la.loss, float)
+
+
+def test_one_number_can_be_indexed_as_a_vector_of_one():
+    la = Laplace(network(), "regression", prior_precision=2.0, sigma_noise=0.5)
+    for value, number in ((la.prior_precision, 2.0), (la.sigma_noise, 0.5)):
+        assert value.shape == ()
+        assert float(value[0]) == float(value[-1]) == value.item() == number
+        assert type(value * 3) is torch.Tensor
+        assert f"{value:.1f}" == str(number)
+        assert repr(value) == repr(value.clone())
+        copied = io.BytesIO()
+        torch.save(value, copied)
+        copied.seek(0)
+        assert torch.load(copied, weights_only=True) == number
+        assert copy.deepcopy(value)[0] == number
+        with pytest.raises(IndexError):
+            _ = value[1]
+    delta = torch.tensor(3.0, requires_grad=True)
+    la.prior_precision = delta
+    la.prior_precision[0].log().backward()
+    assert delta.grad == pytest.approx(1 / 3)
+    la.prior_precision = torch.tensor([1.0, 2.0])
+    assert la.prior_precision[1] == 2.0
+
+
+def test_a_missing_argument_is_a_type_error_too():
+    with pytest.raises(TypeError, match="needs subnetwork_indices="):
+        Laplace(network(), "regression", "subnetwork", "full")
+    with pytest.raises(TypeError, match="no option 'priorr'"):
+        Laplace(network(), "regression", priorr=1.0)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        Laplace(network())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
 from laplace import Laplace
@@ -203,3 +204,111 @@ def test_a_library_may_construct_an_object_from_the_names_of_the_arguments():
     names = la.__init__.__code__.co_varnames
     same = type(la)(**{name: getattr(la, name) for name in names if hasattr(la, name)})
     torch.testing.assert_close(same.fit(REGRESSION)(X)[1], la.fit(REGRESSION)(X)[1])
+
+
+@pytest.mark.parametrize("name", ["FullLaplace", "DiagLaplace", "KronLaplace", "KronLLLaplace", "FullSubnetLaplace"])
+def test_the_curvature_may_be_set(name):
+    la = getattr(laplace, name)(network(), "regression", **further(name)).fit(REGRESSION)
+    before, evidence = la(X)[1], la.log_marginal_likelihood()
+    la.H = la.H
+    torch.testing.assert_close(la(X)[1], before)
+    torch.testing.assert_close(la.log_marginal_likelihood(), evidence)
+    la.H = la.H * 4.0
+    other = getattr(laplace, name)(network(), "regression", sigma_noise=0.5, **further(name)).fit(REGRESSION)
+    torch.testing.assert_close(la(X)[1], other(X)[1])  # as four times as much data, or half the noise
+    with pytest.raises(ValueError, match="is no curvature of structure"):
+        la.H = torch.ones(3)
+    la.H = None
+    assert not la.is_fitted
+
+
+def test_before_fit_there_is_the_density_of_the_prior():
+    la = laplace.DiagLaplace(network(), "regression", prior_precision=2.0)
+    value = torch.linspace(-1, 1, 32, dtype=torch.float64)
+    expected = torch.distributions.Normal(0.0, 2.0**-0.5).log_prob(value).sum()
+    torch.testing.assert_close(la.log_prob(value), expected)
+    torch.testing.assert_close(la.log_prob(value, normalized=False), -value.square().sum())
+    per_tensor = laplace.DiagLaplace(network(), "regression", prior_precision=torch.tensor([2.0, 2.0, 2.0, 2.0]))
+    torch.testing.assert_close(per_tensor.log_prob(value), expected)
+
+
+@pytest.mark.filterwarnings("ignore:the best prior precision")
+def test_a_grid_is_searched_by_a_method_that_may_be_replaced():
+    class Coarse(laplace.DiagLaplace):
+        def _gridsearch(self, loss, interval, val_loader, **options):
+            self.seen = interval
+            return super()._gridsearch(loss, interval[::2], val_loader, **options)
+
+    options = {"method": "gridsearch", "val_loader": REGRESSION, "log_prior_prec_min": -1, "log_prior_prec_max": 1}
+    la, plain = Coarse(network(), "regression").fit(REGRESSION), Laplace(network(), "regression", "all", "diag")
+    la.optimize_prior_precision(**options, grid_size=5)
+    torch.testing.assert_close(la.seen, torch.logspace(-1, 1, 5))
+    plain.fit(REGRESSION).optimize_prior_precision(**options, grid_size=3)
+    torch.testing.assert_close(la.prior_precision[0], plain.prior_precision.to(la.prior_precision))
+
+
+def test_a_gp_draws_functions_whatever_is_asked_for_and_says_which_points_it_keeps():
+    la = laplace.FunctionalLaplace(network(), "regression", 5)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+    chosen = torch.cat([x for x, _ in la._get_SoD_data_loader(loader)])
+    la.fit(loader)
+    points = la.posterior.fit.points
+    assert points is not None
+    assert torch.equal(chosen, torch.cat([part.inputs.x for part in points.parts]))
+    draws = [la.functional_samples(X, kind, 3, generator=torch.Generator().manual_seed(0)) for kind in ("nn", "glm")]
+    assert torch.equal(*draws)
+
+
+def test_valla_takes_laplace_torchs_calls():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+    la = laplace.VaLLA(network(), "regression", "kmeans", 4, None, 0.5, 2.0)
+    assert (la.num_inducing, float(la.sigma_noise), float(la.prior_precision)) == (4, 0.5, 2.0)
+    assert la.inducing_locations is None
+    assert isinstance(
+        Laplace(network(), "regression", "all", "gp", functional_approximation="variational"), laplace.VaLLA
+    )
+    la.fit(loader, iterations=5, lr=1e-2, val_loader=loader, val_steps=2)
+    assert la.inducing_locations.shape == (4, 3)
+    first, last = la.fit_history_["objective"]
+    assert last < first  # prior and noise were tuned
+    assert len(la.fit_history_["val_nll"]) == 1
+    mean, covariance = la(X)
+    covariance = covariance + la.sigma_noise.square() * torch.eye(2)
+    expected = -torch.distributions.MultivariateNormal(mean, covariance).log_prob(Y).mean()
+    assert la.fit_history_["val_nll"][0] == pytest.approx(float(expected), rel=1e-5)
+    where = la.inducing_locations
+    la.fit(loader, iterations=5, override=False)
+    assert la.fit_history_["objective"][-1] <= last + 1e-6
+    assert not torch.equal(la.inducing_locations, where)
+    other = laplace.VaLLA(network(), "regression", "kmeans", 4)
+    other.load_state_dict(la.state_dict())
+    torch.testing.assert_close(other(X)[1], la(X)[1])
+    with pytest.warns(UserWarning, match="alpha=1.0 is not used"):
+        la = laplace.VaLLA(network(), "classification", X[:3], inducing_classes=torch.tensor([0, 1, 0]), alpha=1.0)
+    la.fit(CLASSIFICATION, iterations=3)
+    assert la.num_inducing == 3
+    assert la(X).shape == (11, 2)
+    for options, says in (({"num_inducing": None}, "num_inducing= is needed"), ({"alpha": 2.0}, "between 0 and 1")):
+        with pytest.raises(ValueError, match=says):
+            laplace.VaLLA(network(), "regression", "random", **({"num_inducing": 3} | options))
+
+
+def test_valla_keeps_words_where_they_are():
+    words = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 2))
+    ids = torch.arange(30).reshape(10, 3) % 9
+    la = laplace.VaLLA(words, "classification", ids[:4]).fit([(ids, torch.arange(10) % 2)], iterations=5)
+    assert torch.equal(la.inducing_locations, ids[:4])
+
+
+def test_the_network_of_a_last_layer_has_it():
+    model = network()
+    la = laplace.KronLLLaplace(model, "classification").fit(CLASSIFICATION)
+    assert la.model.last_layer is model[2]
+    loss, Js, f, Lambda = la.backend.gp_quantities(X, CLASSES)
+    torch.testing.assert_close(loss, la.loss)
+    torch.testing.assert_close(f, model(X).detach())
+    torch.testing.assert_close(torch.einsum("ncp,ncd,ndq->pq", Js, Lambda, Js).diagonal(), _squares(model))
+
+
+def _squares(model: nn.Module) -> Tensor:
+    return Laplace(model, "classification", "last_layer", "diag").fit(CLASSIFICATION).H.double()

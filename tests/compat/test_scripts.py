@@ -19,12 +19,13 @@ from laplace import (
     SubsetOfWeights,
     marglik_training,
 )
-from laplace.baselaplace import DiagLaplace, FunctionalLaplace, KronLaplace
+from laplace.baselaplace import DiagLaplace, FunctionalLaplace, KronLaplace, VaLLA
 from laplace.curvature import AsdlGGN, BackPackGGN, CurvatureInterface, CurvlinopsGGN
 from laplace.lllaplace import FunctionalLLLaplace, KronLLLaplace
 from laplace.marglik_training import marglik_training as from_its_module
 from laplace.subnetlaplace import FullSubnetLaplace
 from laplace.utils.enums import Likelihood
+from laplace.utils.metrics import RunningNLLMetric
 from laplace.utils.subnetmask import LargestVarianceDiagLaplaceSubnetMask, ModuleNameSubnetMask, RandomSubnetMask
 
 
@@ -218,4 +219,139 @@ def test_draws_from_the_posterior(images):
         nn.utils.vector_to_parameters(samples[0], model.parameters())
         model(x)
         nn.utils.vector_to_parameters(la.mean, model.parameters())
-    torch.save(la.state_dict(), "/dev/null")
+
+
+def test_a_state_is_saved_and_loaded(images, tmp_path):
+    model, loader, x, _ = images
+    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
+    la.fit(loader)
+    la.optimize_prior_precision(method="marglik")
+    torch.save(la.state_dict(), tmp_path / "state_dict.bin")
+    la2 = Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
+    la2.load_state_dict(torch.load(tmp_path / "state_dict.bin"))
+    assert torch.allclose(la(x), la2(x))
+    assert la.prior_precision[0] == la2.prior_precision[0]
+
+
+def test_one_task_after_another(images):
+    """The posterior of a task, by its diagonal, is the prior of the next."""
+    model, loader, x, y = images
+    prior_mean, prior_precision = torch.zeros(()), torch.tensor(1.0)
+    for task in range(3):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for images_, labels in loader:
+            optimizer.zero_grad()
+            weights = nn.utils.parameters_to_vector(model.parameters())
+            penalty = 0.5 * (prior_precision * (weights - prior_mean) ** 2).sum() / len(y)
+            (nn.functional.cross_entropy(model(images_), labels) + penalty).backward()
+            optimizer.step()
+        la = DiagLaplace(model, "classification", prior_mean=prior_mean, prior_precision=prior_precision)
+        la.fit(loader)
+        before = prior_precision
+        prior_mean, prior_precision = la.mean.clone(), la.posterior_precision.clone()
+        assert (prior_precision >= before).all(), task
+    assert la(x).shape == (24, 3)
+
+
+def test_online_updates(images):
+    model, _, x, y = images
+    la = Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron")
+    la.fit(DataLoader(TensorDataset(x[:12], y[:12]), batch_size=6))
+    la.fit(DataLoader(TensorDataset(x[12:], y[12:]), batch_size=6), override=False)
+    assert la.n_data == 24
+    assert torch.isfinite(la.log_marginal_likelihood())
+
+
+def test_unknown_inputs_are_less_certain(images):
+    model, loader, _, _ = images
+    la = Laplace(model, "classification", "last_layer", "kron", prior_precision=1e-2)
+    la.fit(loader)
+    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=7)
+
+    @torch.no_grad()
+    def predict(loader, laplace=False):
+        outputs = [la(x) if laplace else torch.softmax(model(x), dim=-1) for x, _ in loader]
+        return torch.cat(outputs).cpu()
+
+    far = DataLoader(TensorDataset(50 * torch.randn(24, 1, 6, 6), torch.zeros(24)), batch_size=10)
+    confidence = {kind: predict(far, kind == "laplace").max(1).values.mean() for kind in ("map", "laplace")}
+    assert confidence["laplace"] < confidence["map"]
+    entropy = -(predict(far, laplace=True) * predict(far, laplace=True).clamp(min=1e-12).log()).sum(1)
+    assert entropy.shape == (24,)
+
+
+def test_adapters_of_a_frozen_network():
+    """LoRA on a classifier of words that takes the mapping of a tokenizer: only the adapters are uncertain."""
+
+    class LoRA(nn.Module):
+        def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+            self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.lora_B(self.lora_A(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 6).requires_grad_(False)
+            self.query, self.head = LoRA(nn.Linear(6, 6)), nn.Linear(6, 2).requires_grad_(False)
+
+        def forward(self, data):
+            device = next(self.parameters()).device
+            hidden = self.query(self.embedding(data["input_ids"].to(device))).tanh()
+            return self.head(hidden.mean(1))
+
+    torch.manual_seed(0)
+    data = [{"input_ids": torch.randint(11, (4, 5)), "labels": torch.randint(2, (4,))} for _ in range(3)]
+    la = Laplace(Model(), "classification", subset_of_weights="all", hessian_structure="kron", backend=CurvlinopsGGN)
+    la.fit(data)
+    assert la.n_params == 2 * 6 * 2
+    la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
+    assert la(data[0], link_approx="mc", n_samples=5).shape == (4, 2)
+    assert la.predictive_samples(data[0], n_samples=5).shape == (5, 4, 2)
+
+
+def test_inducing_points(sine):
+    model, loader, x, _ = sine
+    la = Laplace(
+        model,
+        "regression",
+        hessian_structure="gp",
+        subset_of_weights="all",
+        functional_approximation="variational",
+        n_subset=8,
+    )
+    la.fit(loader)
+    la.optimize_prior_precision()
+    f_mu, f_var = la(x)
+    assert f_mu.shape == (30, 1)
+    assert (f_var > 0).all()
+    valla = VaLLA(model, "regression", inducing_locations="kmeans", num_inducing=8)
+    valla.fit(loader, iterations=10)
+    assert valla(x)[1].shape == (30, 1, 1)
+
+
+def test_grids_are_scored_by_a_metric_or_a_function(sine, images):
+    model, loader, x, y = sine
+    la = Laplace(model, "regression", subset_of_weights="last_layer", hessian_structure="full", sigma_noise=0.3)
+    la.fit(loader)
+
+    def nll(mean, variance, target):
+        return -torch.distributions.Normal(mean, variance.squeeze(-1).sqrt()).log_prob(target).mean()
+
+    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=4, loss=nll)
+    f_mu, f_var = la(x)
+    pred_std = torch.sqrt(f_var.squeeze() + la.sigma_noise.item() ** 2)
+    assert pred_std.shape == f_mu.squeeze().shape == y.squeeze().shape
+    model, loader, x, y = images
+    la = Laplace(model, "classification", "all", "diag")
+    la.fit(loader)
+    la.optimize_prior_precision(
+        method="gridsearch", val_loader=loader, grid_size=4, pred_type="nn", n_samples=5, loss=RunningNLLMetric()
+    )
+    metric = RunningNLLMetric()
+    metric.update(la(x), y)
+    assert metric.compute() > 0

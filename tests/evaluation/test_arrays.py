@@ -9,22 +9,47 @@ import torch
 from laplace.errors import InputError
 from laplace.evaluation import (
     accuracy,
+    adaptive_ece,
+    aupr,
+    aurc,
     auroc,
+    binary_accuracy,
+    binary_brier,
+    binary_ece,
+    binary_nll,
+    bootstrap,
     brier,
+    classwise_ece,
     confidence,
-    coverage,
+    coverage_at,
+    crps,
     ece,
+    excess_aurc,
+    fpr95,
+    fpr_at_tpr,
+    gaussian_crps,
     gaussian_nll,
+    gaussian_pit,
+    interval_coverage,
+    interval_score,
+    interval_width,
+    mce,
     nll,
+    quantile_calibration_error,
     regression_band,
     reliability,
     reliability_diagram,
+    risk_coverage,
     rmse,
+    sample_pit,
+    selective_accuracy,
+    sharpness,
 )
 
 torch.manual_seed(0)
 P, Y = torch.randn(20, 3).softmax(-1), torch.arange(20) % 3
 M, V, T = torch.randn(20, 2), torch.rand(20, 2) + 0.1, torch.randn(20, 2)
+DRAWS, LABELS = torch.randn(7, 20, 2), (torch.rand(20, 3) > 0.5).long()
 COVARIANCE = torch.diag_embed(V) + 0.05
 
 CALLS = {
@@ -38,7 +63,31 @@ CALLS = {
     "rmse": (rmse, (M, T)),
     "gaussian_nll": (gaussian_nll, (M, V, T)),
     "gaussian_nll, covariance": (gaussian_nll, (M, COVARIANCE, T)),
-    "coverage": (coverage, (M - V, M + V, T)),
+    "adaptive_ece": (adaptive_ece, (P, Y)),
+    "classwise_ece": (classwise_ece, (P, Y)),
+    "mce": (mce, (P, Y)),
+    "binary_accuracy": (binary_accuracy, (P, LABELS)),
+    "binary_nll": (binary_nll, (P, LABELS)),
+    "binary_brier": (binary_brier, (P[:, 0], LABELS[:, 0])),
+    "binary_ece": (binary_ece, (P, LABELS)),
+    "aupr": (aupr, (M[:, 0], T[:, 0])),
+    "fpr95": (fpr95, (M[:, 0], T[:, 0])),
+    "fpr_at_tpr": (lambda a, b: fpr_at_tpr(a, b, tpr=0.5), (M[:, 0], T[:, 0])),
+    "gaussian_crps": (gaussian_crps, (M, V, T)),
+    "crps": (crps, (DRAWS, T)),
+    "sharpness": (sharpness, (V,)),
+    "mean of gaussian_pit": (lambda m, v, t: gaussian_pit(m, v, t).mean().item(), (M, V, T)),
+    "mean of sample_pit": (lambda s, t: sample_pit(s, t).mean().item(), (DRAWS, T)),
+    "coverage_at": (lambda u: coverage_at(u, 0.5).item(), (P,)),
+    "quantile_calibration_error": (quantile_calibration_error, (P,)),
+    "interval_coverage": (interval_coverage, (M - V, M + V, T)),
+    "interval_width": (interval_width, (M - V, M + V)),
+    "interval_score": (lambda low, high, t: interval_score(low, high, t, 0.9), (M - V, M + V, T)),
+    "aurc": (aurc, (M[:, 0], T[:, 0])),
+    "excess_aurc": (excess_aurc, (M[:, 0], T[:, 0])),
+    "aurc of risk_coverage": (lambda loss, u: risk_coverage(loss, u).aurc, (M[:, 0], T[:, 0])),
+    "selective_accuracy": (lambda p, y, u: selective_accuracy(p, y, 0.4, u), (P, Y, T[:, 0])),
+    "bootstrap": (lambda p, y: bootstrap(brier, p, y, n_resamples=20).upper, (P, Y)),
 }
 
 
@@ -106,7 +155,7 @@ def test_what_is_no_array_is_refused(values):
 
 @pytest.mark.parametrize("n_bins", [2.5, 0, -1, "ten", None, True, np.float64(3.0)])
 def test_bins_are_a_whole_number(n_bins):
-    for score in (reliability, ece):
+    for score in (reliability, ece, adaptive_ece, classwise_ece, mce):
         with pytest.raises(InputError, match=r"n_bins=.* must be a whole number of at least 1"):
             score(P, Y, n_bins=n_bins)
 
@@ -120,8 +169,8 @@ def test_infinite_values_are_refused_but_for_ends_of_intervals_and_scores():
         gaussian_nll(far, V, M)
     with pytest.raises(InputError, match="variance holds infinite values"):
         gaussian_nll(M, far.abs(), M)
-    assert coverage(-far, far.abs() + 100, M) == pytest.approx(float((-far <= M).double().mean()))
-    assert auroc(far[:, 0], M[:, 0]) >= auroc(T[:, 0], M[:, 0])
+    assert interval_coverage(-far, far.abs() + 100, M) == pytest.approx(float((-far <= M).double().mean()))
+    assert auroc(M[:, 0], far[:, 0]) >= auroc(M[:, 0], T[:, 0])
 
 
 def test_figures_take_arrays_and_lists():

@@ -16,9 +16,9 @@ from laplace.evaluation import (
     auroc,
     brier,
     confidence,
-    coverage,
     ece,
     gaussian_nll,
+    interval_coverage,
     nll,
     reliability,
     rmse,
@@ -95,7 +95,7 @@ def test_confidence_on_an_edge_falls_in_the_bin_below():
 )
 @settings(max_examples=60, deadline=None)
 def test_auroc_agrees_with_scikit_learn_ties_included(inside, outside):
-    labels = [1] * len(inside) + [0] * len(outside)
+    labels = [0] * len(inside) + [1] * len(outside)
     expected = sklearn_metrics.roc_auc_score(labels, inside + outside)
     inside, outside = torch.tensor(inside), torch.tensor(outside)
     assert auroc(inside, outside) == pytest.approx(expected)
@@ -105,7 +105,7 @@ def test_auroc_agrees_with_scikit_learn_ties_included(inside, outside):
 
 def test_auroc_of_constant_scores_is_guessing_and_of_separated_scores_is_one():
     assert auroc(torch.ones(10), torch.ones(4)) == 0.5
-    assert auroc(torch.ones(10), torch.zeros(4)) == 1.0
+    assert auroc(torch.zeros(10), torch.ones(4)) == 1.0
 
 
 @pytest.mark.parametrize("shape", [(50,), (50, 3)])
@@ -132,13 +132,13 @@ def test_gaussian_nll_of_a_covariance_agrees_with_scipy_and_of_a_diagonal_one_wi
 
 def test_coverage_counts_the_ends_in():
     lower, upper = torch.zeros(4), torch.ones(4)
-    assert coverage(lower, upper, torch.tensor([0.0, 0.5, 1.0, 1.5])) == 0.75
+    assert interval_coverage(lower, upper, torch.tensor([0.0, 0.5, 1.0, 1.5])) == 0.75
 
 
 def test_central_interval_of_the_true_distribution_covers_its_level():
     y = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     half = torch.full_like(y, stats.norm.ppf(0.95))
-    assert coverage(-half, half, y) == pytest.approx(0.9, abs=0.005)
+    assert interval_coverage(-half, half, y) == pytest.approx(0.9, abs=0.005)
 
 
 @pytest.mark.parametrize("score", CLASSIFIER_SCORES)
@@ -188,8 +188,8 @@ def test_bad_regression_input_is_refused_rather_than_broadcast():
         lambda: gaussian_nll(row, torch.zeros(4), row),
         lambda: gaussian_nll(column, -torch.ones(4, 1, 1), column),
         lambda: rmse(torch.zeros(0), torch.zeros(0)),
-        lambda: coverage(row, column, row),
-        lambda: coverage(row + 1, row, row),
+        lambda: interval_coverage(row, column, row),
+        lambda: interval_coverage(row + 1, row, row),
     ):
         with pytest.raises(InputError):
             call()

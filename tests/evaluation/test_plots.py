@@ -9,7 +9,16 @@ import torch
 pytest.importorskip("matplotlib")
 
 from laplace.errors import InputError
-from laplace.evaluation import regression_band, reliability, reliability_diagram
+from laplace.evaluation import (
+    coverage_at,
+    coverage_diagram,
+    gaussian_pit,
+    regression_band,
+    reliability,
+    reliability_diagram,
+    risk_coverage,
+    risk_coverage_diagram,
+)
 
 
 def bins(seed=0):
@@ -102,3 +111,68 @@ def test_bad_shapes_are_refused():
         regression_band(x, x, x[:8], 0.1)
     with pytest.raises(InputError, match="mean must have shape"):
         regression_band(x, torch.zeros(9, 2), x, 0.1)
+
+
+def test_many_models_wrap_into_a_grid_without_overlap():
+    models = {f"model {i}": bins(i) for i in range(6)}
+    figure = reliability_diagram(models, title="six")
+    panels = figure.axes[::2]
+    assert [next(t for t in texts(panel) if t) for panel in panels] == list(models)
+    boxes = [axes.get_position() for axes in figure.axes]
+    assert len({round(box.x0, 3) for box in boxes}) == 4
+    assert len({round(panel.get_position().y0, 3) for panel in panels}) == 2
+    for i, one in enumerate(boxes):
+        assert one.x0 > 0
+        assert one.x1 < 1
+        assert one.y0 > 0
+        assert one.y1 < 1
+        for other in boxes[:i]:
+            assert one.x1 <= other.x0 or other.x1 <= one.x0 or one.y1 <= other.y0 or other.y1 <= one.y0
+
+
+def user_axes():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    return figure, figure.subplots()
+
+
+def test_figures_are_drawn_into_axes_of_the_user():
+    x, loss = torch.linspace(0, 1, 9), torch.tensor([1.0, 0.0, 0.0])
+    curve, pit = risk_coverage(loss, loss), gaussian_pit(x, torch.ones(9), x)
+    for draw in (
+        lambda ax: reliability_diagram({"MAP": bins()}, ax=ax),
+        lambda ax: reliability_diagram(bins(), title="t", ax=ax),
+        lambda ax: regression_band(x, x, x, 0.1, title="t", ax=ax),
+        lambda ax: risk_coverage_diagram({"MAP": curve}, title="t", ax=ax),
+        lambda ax: coverage_diagram({"MAP": pit}, ax=ax),
+    ):
+        figure, ax = user_axes()
+        assert draw(ax) is figure
+        assert figure.axes == [ax]
+        assert ax.lines
+        assert ax.get_xlabel()
+        assert ax.get_ylabel()
+    figure, ax = user_axes()
+    assert reliability_diagram({"MAP": bins()}, ax=ax) is figure
+    np.testing.assert_allclose(ax.collections[-1].get_offsets()[:, 1], bins().accuracy[bins().count > 0])
+    with pytest.raises(InputError, match="ax= takes one model, got 2"):
+        reliability_diagram({"a": bins(), "b": bins()}, ax=ax)
+
+
+def test_curves_show_what_was_computed():
+    loss, doubt = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0.9, 0.1, 0.2, 0.3])
+    curve = risk_coverage(loss, doubt)
+    axes = risk_coverage_diagram({"a": curve, "b": risk_coverage(loss, -doubt)}, title="t").axes[0]
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), curve.risk)
+    np.testing.assert_allclose(axes.lines[0].get_xdata(), curve.coverage)
+    assert axes.get_legend().get_texts()[0].get_text() == f"a, AURC {curve.aurc:.3g}"
+    pit = gaussian_pit(torch.zeros(50), torch.ones(50), torch.linspace(-2, 3, 50))
+    line = coverage_diagram({"a": pit}).axes[0].lines[1]
+    np.testing.assert_allclose(line.get_ydata(), coverage_at(pit, line.get_xdata()))
+    for draw in (risk_coverage_diagram, coverage_diagram):
+        for bad in ({}, [curve], None):
+            with pytest.raises(InputError, match="no model to draw"):
+                draw(bad)
+    with pytest.raises(InputError, match="between 0 and 1"):
+        coverage_diagram({"a": [2.0]})

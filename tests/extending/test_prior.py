@@ -45,6 +45,12 @@ def test_a_prior_fits_tunes_prints_saves_and_loads(tmp_path):
     again = Laplace.load(tmp_path / "mine", model, prior=Cauchy())
     assert torch.equal(again(x), la(x))
     assert torch.equal(again.prior.hyperparameters["scale"], la.prior.hyperparameters["scale"])
+
+
+def test_a_file_with_a_prior_of_ones_own_asks_for_that_prior(tmp_path):
+    model = nn.Linear(3, 2)
+    la = Laplace(model, "classification", hessian_structure="diag", prior=Cauchy())
+    la.fit([(torch.randn(5, 3), torch.arange(5) % 2)]).save(tmp_path / "mine")
     with pytest.raises(InputError, match=r"your own prior 'cauchy'.*Laplace.load"):
         Laplace.load(tmp_path / "mine", model)
     with pytest.raises(CheckpointError, match="'cauchy', but prior= is StudentT"):

@@ -46,7 +46,8 @@ def test_every_point_is_as_likely_as_any_other():
     for seed in range(300):
         subset = Subset(3, seed)
         for part in x.split(4):
-            subset.see(Inputs(part), OutputCurvature(diagonal=torch.ones_like(part)), len(part))
+            places = part.flatten().long()
+            subset.see(Inputs(part), OutputCurvature(diagonal=torch.ones_like(part)), places)
         points = subset.points(10, 3, lambda curvature, repeats: repeats * curvature.root())
         index = torch.cat([part.inputs.x for part in points.parts]).flatten().long()
         assert len(set(index.tolist())) == len(points) == 3
@@ -133,7 +134,7 @@ def test_copies_and_moves_predict_the_same():
     assert torch.equal(la.to("cpu")(x), expected)
 
 
-@pytest.mark.parametrize("approximation", ["sod", "nystrom"])
+@pytest.mark.parametrize("approximation", ["sod", "nystrom", "variational"])
 def test_what_is_asked_of_weights_says_what_there_is(approximation):
     la, x, y = fitted(functional_approximation=approximation)
     jacobians = torch.zeros(2, 3, la.n_params, dtype=torch.float64)
@@ -161,7 +162,9 @@ def test_what_is_asked_of_weights_says_what_there_is(approximation):
             ask()
     with pytest.raises(UnsupportedError, match=r"override=False.*Fit all data at once"):
         la.fit(cut(x, y, 6), override=False)
-    with pytest.raises(OptionError, match=r"per weight \(24 values\) cannot be added to .*kernels"):
+    with pytest.raises(
+        OptionError, match=r"per weight \(24 values\) cannot be added to .*kernels|has one for all weights"
+    ):
         la.prior_precision = torch.ones(24)
     with pytest.raises(UnsupportedError, match="no form for prior_structure='diag'"):
         la.optimize_prior_precision(prior_structure="diag")
@@ -177,8 +180,10 @@ def test_what_is_asked_of_weights_says_what_there_is(approximation):
         ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
         ({"seed": "a"}, "seed='a' must be"),
         ({"independent_outputs": 1}, "independent_outputs=1 must be True or False"),
-        ({"functional_approximation": "svgp"}, r"functional_approximation='svgp'.*'sod', 'nystrom'"),
-        ({"functional_approximation": "variational"}, r"'variational' trains inducing points.*'sod'.*'nystrom'"),
+        ({"functional_approximation": "svgp"}, r"functional_approximation='svgp'.*'sod', 'nystrom', 'variational'"),
+        ({"inducing": "kmeans"}, r"inducing='kmeans' belongs to .*'variational'; 'gp' with .*'sod' has no"),
+        ({"functional_approximation": "variational", "inducing": "grid"}, "inducing='grid' must be 'random', 'kmeans'"),
+        ({"functional_approximation": "variational", "inducing_steps": -1}, "inducing_steps=-1 must be a whole number"),
         (
             {"rank": 3},
             r"rank=3 belongs to .*'gp' with functional_approximation='nystrom'; 'gp' with .*'sod' has no",

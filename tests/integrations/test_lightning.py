@@ -160,6 +160,42 @@ def test_batches_may_be_mappings(tmp_path):
     assert callback.laplace.n_data == 40
 
 
+class Pictures(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        x, y = data()
+        return {"image": x[i], "label": y[i]}
+
+
+def test_batches_of_any_form_are_unpacked(tmp_path):
+    def pair(batch):
+        return batch["image"], batch["label"]
+
+    class Named(Classifier):
+        def training_step(self, batch, _):
+            return nn.functional.cross_entropy(self(batch["image"]), batch["label"])
+
+    loader, callback = DataLoader(Pictures(), 16), LaplaceCallback("classification", unpack=pair)
+    trainer(tmp_path, callback).fit(Named(), loader, loader)
+    x, y = data()
+    la = Laplace(callback.laplace.model, "classification").fit([(x[:40], y[:40])])
+    la.tune()
+    la.calibrate((x[:40], y[:40]))
+    torch.testing.assert_close(callback.laplace(x), la(x), rtol=1e-4, atol=1e-5)
+    parts = trainer(tmp_path).predict(LaplaceModule(callback.laplace, unpack=pair), loader)
+    torch.testing.assert_close(Prediction.cat(parts).mean, callback.laplace.predict(x[:40]).mean)
+    with pytest.raises(OptionError, match=r"unpack='image' must be a function of a batch that returns \(x, y\)"):
+        LaplaceCallback("classification", unpack="image")
+
+
+def test_weights_may_be_named_before_the_network_is_known(tmp_path):
+    callback = LaplaceCallback("classification", subset_of_weights=["net.0"], tune=None)
+    trainer(tmp_path, callback, limit_val_batches=0).fit(Classifier(), datamodule=Data())
+    assert callback.laplace.n_params == 3 * 8 + 8
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -126,10 +126,29 @@ def test_skorch_nets_are_trained_by_themselves(iris, diabetes):
     net = NeuralNetRegressor(lambda: Net(10, 1), max_epochs=40, lr=0.05, train_split=None, verbose=0)
     assert LaplaceRegressor(net, random_state=0).fit(x, y).score(new, truth) > 0.3
     softmax = NeuralNetClassifier(
-        lambda: nn.Sequential(Net(), nn.Softmax(-1)), max_epochs=1, train_split=None, verbose=0
+        lambda: nn.Sequential(Net(), nn.Softmax(-1)), criterion=nn.CrossEntropyLoss, max_epochs=1, verbose=0
     )
     with pytest.raises(ModelError, match="softmax"):
         LaplaceClassifier(softmax).fit(iris[0], iris[2])
+
+
+def test_a_skorch_net_whose_loss_takes_probabilities_is_refused(iris):
+    for loss in ({}, {"criterion": nn.NLLLoss()}):  # NLLLoss is skorch's default
+        with pytest.raises(OptionError, match=r"criterion=NLLLoss.*criterion=nn\.CrossEntropyLoss"):
+            LaplaceClassifier(NeuralNetClassifier(Net, **loss, max_epochs=1, verbose=0)).fit(iris[0], iris[2])
+
+
+def test_a_trained_skorch_net_is_taken_as_it_is(iris):
+    x, new, y, _ = iris
+    net = NeuralNetClassifier(Net, criterion=nn.CrossEntropyLoss, max_epochs=2, train_split=None, verbose=0)
+    with pytest.raises(OptionError, match="a skorch net after its fit"):
+        LaplaceClassifier(net, train=False).fit(x, y)
+    net.fit(x.astype(np.float32), np.unique(y, return_inverse=True)[1])
+    found = LaplaceClassifier(net, train=False).fit(x, y)
+    assert found.module_ is net.module_
+    np.testing.assert_allclose(
+        found.predict_proba(new), LaplaceClassifier(net.module_, train=False).fit(x, y).predict_proba(new)
+    )
 
 
 def test_estimators_work_in_the_tools_of_scikit_learn(iris, diabetes):

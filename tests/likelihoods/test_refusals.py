@@ -83,8 +83,8 @@ def test_weights_that_do_not_fit(weights, message):
 
 
 def test_weights_must_be_a_tensor_and_batches_have_a_form():
-    with pytest.raises(InputError, match="the weights of batch 0 are a list"):
-        fitted("classification", 2, LONG, [1.0] * 4)
+    with pytest.raises(InputError, match="the weights of batch 0 are a str"):
+        fitted("classification", 2, LONG, "heavy")
     with pytest.raises(InputError, match=r"of length 4. A batch is a pair \(x, y\), or \(x, y, weights\)"):
         fitted("classification", 2, LONG, torch.ones(4), torch.ones(4))
 

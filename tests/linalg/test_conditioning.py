@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.activations import grams
-from laplace.linalg.conditioning import float32_decomposition_suffices, float32_products_suffice
+from laplace.linalg.conditioning import (
+    float32_products_suffice,
+    least_in_float32,
+    may_exceed,
+)
 from laplace.linalg.symmetric import eigh
 
 CLOSE = 0.005  # share of a variance that may be rounding
@@ -84,5 +88,12 @@ def test_wide_decompositions_are_exact_relative_to_their_smallest_eigenvalue(sma
 
 @pytest.mark.parametrize("constant", [False, True])
 def test_float32_decompositions_suffice_for_well_conditioned_matrices_alone(constant):
-    assert float32_decomposition_suffices(wide(0.1, constant).float(), constant)
-    assert not float32_decomposition_suffices(wide(1e-4, constant).float(), constant)
+    for smallest, expected in ((0.1, True), (1e-4, False)):
+        matrix = wide(smallest, constant).float()
+        least = least_in_float32(matrix)
+        assert bool(torch.linalg.eigvalsh(matrix.double())[int(constant)] >= least) == expected
+        assert may_exceed(matrix, least, constant) or not expected  # never False where it does
+
+
+def test_a_block_shows_that_a_matrix_needs_float64():
+    assert not may_exceed(torch.ones(300, 300) + 1e-6 * torch.eye(300), torch.tensor(0.3), False)

@@ -98,7 +98,8 @@ def test_moments_are_those_of_the_distribution():
 def test_arrays_hold_every_summary(case):
     p, _, _ = predicted(case)
     arrays = p.numpy()
-    assert set(arrays) >= {"mean", "std", "epistemic", "aleatoric", "total"}
+    assert set(arrays) >= {"mean", "std", "variance", "epistemic", "aleatoric", "total"}
+    assert ("entropy" in arrays) == (p.kind != "counts")
     assert ("label" in arrays) == (p.kind in ("classes", "labels"))
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, getattr(p, name).numpy())

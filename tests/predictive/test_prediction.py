@@ -140,7 +140,8 @@ def test_a_loader_gives_what_one_call_gives(task, pred_type, capsys):
 def test_numpy_gives_arrays_and_repr_is_short():
     la, x = fitted("regression")
     arrays = la.predict(x).numpy()
-    assert set(arrays) == {"mean", "std", "epistemic", "aleatoric", "total"}
+    assert set(arrays) == {"mean", "std", "variance", "epistemic", "aleatoric", "total", "entropy"}
+    assert arrays.pop("entropy").shape == (23,)
     assert all(isinstance(a, np.ndarray) and a.shape == (23, 2) for a in arrays.values())
     assert repr(la.predict(x)).startswith("Prediction(23 inputs, 2 outputs, MultivariateNormal")
 

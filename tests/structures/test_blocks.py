@@ -280,9 +280,9 @@ def test_a_rank_beyond_every_block_is_refused_with_the_largest():
     Laplace(model, "classification", "all", "inf").fit(cut(x, y, 4))  # the default is never too large
 
 
-@pytest.mark.parametrize("structure", ["full", "kron", "diag", "block", "ekfac"])
+@pytest.mark.parametrize("structure", ["full", "diag", "block", "ekfac"])
 def test_a_rank_for_another_structure_is_refused(structure):
-    with pytest.raises(OptionError, match=r"rank=5 belongs to hessian_structure='inf'"):
+    with pytest.raises(OptionError, match=r"rank=5 belongs to hessian_structure=.*'inf'"):
         Laplace(build("mlp", "classification")[0], "classification", hessian_structure=structure, rank=5)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from laplace.linalg.output_curvature import OutputCurvature
+from laplace.linalg.sketch import sketched
 from laplace.linalg.symmetric import gram
 from laplace.predictive.positions import Positions
 
@@ -43,19 +44,93 @@ class Basis:
         """Return the same vectors with the mean of their entries taken out: what they are to contrasts of outputs."""
         return Basis(self.vectors - self.vectors.mean(1, keepdim=True))
 
+    def into(self, x: Tensor) -> Tensor:  # (..., Gr, R, D) -> x Q
+        """Return x Q."""
+        if self.vectors.shape[0] == 1:
+            return (x.reshape(-1, x.shape[-1]) @ self.vectors[0]).reshape(x.shape)
+        return torch.einsum("...gri,gij->...grj", x, self.vectors)  # x @ Q would copy Q for every example
+
+    def out_of(self, x: Tensor) -> Tensor:  # (..., Gr, R, D) -> x Q^T
+        """Return x Q^T, back from the basis."""
+        return x @ self.vectors.mT
+
+    def apart(self) -> list[Basis]:
+        """Return the basis of each group."""
+        return [Basis(vectors) for vectors in self.vectors.split(1)]
+
+    def weighed(self, variances: Tensor) -> Tensor:  # (Gr, R, D) -> (Gr, R, D)
+        """Return the sum over basis vectors k of variances[k] Q[., k]^2: variances along the unit vectors."""
+        return variances @ self.squares
+
+
+class ReflectedBasis(Basis):
+    """An orthonormal basis Q = I - V T V^T of D dimensions, of which the first R vectors matter, in D R numbers.
+
+    Args:
+        v: V, (groups, D, R).
+        t: T, (groups, R, R).
+    """
+
+    def __init__(self, v: Tensor, t: Tensor) -> None:
+        self.v, self.t = v, t
+
+    @property
+    def vectors(self) -> Tensor:  # type: ignore[override]  # (Gr, D, D)
+        """Return Q written out, for those few who need it whole. It is not kept."""
+        return self.into(
+            torch.eye(self.v.shape[1], dtype=self.v.dtype, device=self.v.device).expand(len(self.v), -1, -1)
+        )
+
+    def into(self, x: Tensor) -> Tensor:
+        return x - (x @ self.v) @ (self.t @ self.v.mT)
+
+    def out_of(self, x: Tensor) -> Tensor:
+        return x - (x @ self.v) @ (self.v @ self.t).mT
+
+    def apart(self) -> list[Basis]:
+        return [ReflectedBasis(v, t) for v, t in zip(self.v.split(1), self.t.split(1), strict=True)]
+
+    def weighed(self, variances: Tensor) -> Tensor:
+        """Return the same for variances that are equal along all vectors but the first R."""
+        rank = self.v.shape[2]
+        first = -self.v @ (self.t @ self.v[:, :rank].mT)  # the first R columns of Q, (Gr, D, R)
+        first[:, :rank] += torch.eye(rank, dtype=first.dtype, device=first.device)
+        squares = first.square()
+        rest = (1 - squares.sum(2)).clamp(min=0).unsqueeze(1)  # (Gr, 1, D)
+        return variances[..., :rank] @ squares.mT + variances[..., rank : rank + 1] * rest
+
 
 def rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -> x Q
     """Return x Q, the columns of x in a basis. None stands for the unit vectors."""
-    if basis is None:
-        return x
-    if basis.vectors.shape[0] == 1:
-        return (x.reshape(-1, x.shape[-1]) @ basis.vectors[0]).reshape(x.shape)
-    return torch.einsum("...gri,gij->...grj", x, basis.vectors)  # x @ Q would copy Q for every example
+    return x if basis is None else basis.into(x)
 
 
 def rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
     """Return Q^T x, the rows of x in a basis. None stands for the unit vectors."""
+    if isinstance(basis, ReflectedBasis):
+        return basis.into(x.mT).mT
     return x if basis is None else basis.vectors.mT @ x
+
+
+class Sketchable:
+    """Answers for sketches of the factors from the factors themselves, for moments that know no shorter way."""
+
+    def inputs(self) -> tuple[Tensor, float | Tensor]:
+        """Return the sum of a a^T and the number of a."""
+        raise NotImplementedError
+
+    def outputs(self) -> Tensor:
+        """Return the sum of g g^T."""
+        raise NotImplementedError
+
+    def input_sketch(self, rank: int) -> tuple[Tensor, Tensor, float | Tensor]:
+        """Return the sum of a a^T times `rank` fixed columns, (Gr, I, R), its trace, (Gr,), and the number of a."""
+        gram, count = self.inputs()
+        return *sketched(gram, rank), count
+
+    def output_sketch(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the sum of g g^T times `rank` fixed columns, (Gr, O, R), and its trace, (Gr,)."""
+        return sketched(self.outputs(), rank)
 
 
 def is_absent(moments: MomentsOf) -> bool:
@@ -153,8 +228,16 @@ class MomentsOf(Protocol):
         """Return the a themselves, (M, I), if they are few enough to collect over batches, else None."""
         ...
 
+    def input_sketch(self, rank: int) -> tuple[Tensor, Tensor, float | Tensor]:
+        """Return the sum of a a^T times `rank` fixed columns, (Gr, I, R), its trace, (Gr,), and the number of a."""
+        ...
+
     def outputs(self) -> Tensor:
         """Return the sum of g g^T, (Gr, O, O)."""
+        ...
+
+    def output_sketch(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the sum of g g^T times `rank` fixed columns, (Gr, O, R), and its trace, (Gr,)."""
         ...
 
     def output_squares(self) -> Tensor:
@@ -247,11 +330,14 @@ class Moments(Protocol):
         ...
 
     def trace(self) -> Tensor | None:
-        """Return tr H, or None if that would need all of H."""
+        """Return tr H in float64, or None if that would need all of H."""
         ...
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:
-        """Return the sum of (U^T G) (U^T G)^T for the rows U^T, (r, p) of each parameter: (r, r)."""
+        """Return the sum of (U^T G) (U^T G)^T for the rows U^T, (r, p) of each parameter: (r, r).
+
+        Steps in float64 are multiplied in float64.
+        """
         ...
 
 

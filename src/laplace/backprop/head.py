@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from laplace.budget import Budget
 from laplace.errors import ModelError
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.network.batches import Inputs
-from laplace.network.replica import replicate
 from laplace.predictive.positions import Positions
 from laplace.weights.last_layer import FoundLastLayer, asked, close, is_output, last_of, positions_picked
 from laplace.weights.pointwise import Pointwise
@@ -31,14 +31,19 @@ from laplace.weights.pointwise import features as features_last
 _LEAST = 4096  # runs with fewer rows are not cut: products of many rows are fast
 
 
+_Call = tuple[Tensor, int, Tensor, int]  # input and output of the layer, with their versions
+
+
 class Head:
     """Runs a replica of a network up to and through its last layer."""
 
     linear = True
     plan = None
 
-    def __init__(self, model: nn.Module, weights: FoundLastLayer, budget: Budget, class_dim: int | None = -1) -> None:
-        self.replica, self.weights, self.class_dim, self.budget = replicate(model), weights, class_dim, budget
+    def __init__(self, replica: nn.Module, weights: FoundLastLayer, budget: Budget, class_dim: int | None = -1) -> None:
+        self.replica, self.weights, self.class_dim, self.budget = replica, weights, class_dim, budget
+        self._layer, self._seen = weights.layer(replica), list[_Call]()
+        self._layer.register_forward_hook(partial(_capture, self._seen), with_kwargs=True)
 
     def room(self) -> int:
         """Return 0: batches are not joined. Their features are small, and are collected before products are taken."""
@@ -54,20 +59,14 @@ class Head:
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> HeadForward:
         """Return features and outputs of a batch, differentiable in the inputs only `with_grad`."""
-        seen: list[tuple[Tensor, int, Tensor, int]] = []
-
-        def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            phi = args[0] if args else kwargs["input"]
-            seen.append((phi, phi._version, output, output._version))
-
-        layer = self.weights.layer(self.replica)
-        handle = layer.register_forward_hook(capture, with_kwargs=True)
+        layer, name = self._layer, self.weights.module
+        self._seen.clear()
         try:
             with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
                 f = inputs.normal_tensors().singles().call(self.replica)
+            seen = [*self._seen]
         finally:
-            handle.remove()
-        name = self.weights.module
+            self._seen.clear()
         if len(seen) != 1:
             raise ModelError(
                 f"the last layer {name!r} was called {len(seen)} times in one run; once is needed. Take "
@@ -105,6 +104,7 @@ class Head:
         if close(self.weights.reduce(h, first).detach(), self.weights.reduce(h, at).detach()):
             return at
         same = positions_picked(*asked(self.replica, layer, inputs.normal_tensors()))  # tied outputs, other features
+        self._seen.clear()
         return at if same is None else last_of(same)
 
     def _check(self, out: Tensor, version: int, f: Tensor, at: Tensor | None) -> None:
@@ -118,6 +118,14 @@ class Head:
                 f"{tuple(f.shape)} on this batch (feature_reduction={self.weights.reduction!r}): something changes it "
                 "on the way. The network must return the layer's output itself."
             )
+
+
+def _capture(
+    seen: list[_Call], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> None:
+    """Record a call of the layer."""
+    phi = args[0] if args else kwargs["input"]
+    seen.append((phi, phi._version, output, output._version))
 
 
 @dataclass(frozen=True)

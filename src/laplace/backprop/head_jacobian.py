@@ -247,7 +247,7 @@ class HeadJacobianOf:
         return self._rotated[right]
 
     def _rotate(self, right: Basis | None) -> Tensor:
-        return self.features if right is None else self.features @ right.vectors[0]
+        return self.features if right is None else right.into(self.features.unsqueeze(0)).squeeze(0)
 
 
 def along(features: Sequence[Tensor], steps: Tensor, n: int, c: int) -> Tensor:  # (S, P) -> (S, N, C)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis
+from laplace.backprop.gradients import Basis, Sketchable
 from laplace.backprop.head_jacobian import HeadJacobianOf, along
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import gram, in_sums, precise_gram
@@ -69,7 +69,9 @@ class HeadMoments:
         return total
 
     def trace(self) -> Tensor:
-        return sum((m.squares().sum() for m in self.parameters), start=self.features[0].new_zeros(()))
+        """Return the sum over n of tr(Lambda_n) |phi|^2, in float64."""
+        sizes = self.curvature.squares().double().sum(1)  # (N,)
+        return sum(((sizes * a.double().square().sum(1)).sum() for a in self.features), start=sizes.new_zeros(()))
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
         """Return the sum over n of (J_n U)^T Lambda_n (J_n U), some examples at a time."""
@@ -136,7 +138,7 @@ class HeadMoments:
 
 
 @dataclass(frozen=True)
-class HeadMomentsOf:
+class HeadMomentsOf(Sketchable):
     """Second moments of one tensor of the last layer."""
 
     features: Tensor  # (N, I)

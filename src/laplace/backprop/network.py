@@ -32,7 +32,6 @@ from laplace.errors import ModelError, quiet
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import gram, in_sums, precise_gram
 from laplace.network.batches import Inputs
-from laplace.network.replica import replicate
 from laplace.predictive.positions import Positions
 from laplace.weights.selection import Selection
 
@@ -46,7 +45,7 @@ class Network:
 
     def __init__(
         self,
-        model: nn.Module,
+        replica: nn.Module,  # which tracks these weights
         weights: Selection,
         budget: Budget,
         plan: Plan | None = None,
@@ -54,7 +53,7 @@ class Network:
         twice_differentiable: bool = False,
         class_dim: int | None = -1,
     ) -> None:
-        self.replica, self.weights = replicate(model, set(weights.layout.names)), weights
+        self.replica, self.weights = replica, weights
         self.class_dim = class_dim
         self.budget, self.plan, self.reduce = budget, plan, reduce
         self.twice_differentiable = twice_differentiable
@@ -69,6 +68,11 @@ class Network:
                 "the layers inside a scripted or traced module cannot be seen. Use the original network, or "
                 "subset_of_weights='last_layer'."
             )
+
+    def put_hooks(self) -> None:
+        """Put the plan's hooks on the replica now, not at the first run."""
+        if self.plan is not None:
+            self._recorder_for(self.plan)
 
     def room(self) -> int:
         """Return how many examples a narrow network computes in the time that one call takes."""
@@ -139,6 +143,10 @@ class Network:
             self._recorder = (None, None)
         self.plan = make_plan(self.replica, self.weights.layout.whole, inputs, learned)
         return self.plan
+
+    def relearn(self, inputs: Inputs, learned: Learned) -> None:
+        """Make the plan again from more facts, which other processes have found."""
+        self._make_plan(inputs.normal_tensors(), learned)
 
     def readable(self, inputs: Inputs, plan: Plan) -> Inputs:
         """Return the inputs, cloned if the network writes to them, because they are read again."""
@@ -427,10 +435,11 @@ class NetworkMoments:
         return total
 
     def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
-        return gram(along(self.parameters, steps).flatten(1).T.double())
+        uses = [use.double() for use in self.parameters] if steps[0].dtype == torch.float64 else self.parameters
+        return gram(along(uses, steps).flatten(1).T.double())
 
     def trace(self) -> Tensor:
-        return torch.stack([use.trace() for use in self.parameters]).sum()
+        return torch.stack([use.double().trace() for use in self.parameters]).sum()
 
 
 def _doubled(t: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from laplace.backprop.activations import Activations, Stored, grams
 from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance, rotate_left, rotate_right
 from laplace.backprop.uses import EVERY, Use, batched_grams
+from laplace.linalg.sketch import sketched_rows
 from laplace.linalg.symmetric import total
 
 
@@ -98,6 +99,16 @@ class Outer(Use):
 
     def outputs(self) -> Tensor:
         return self._same_g._output_gram
+
+    def input_sketch(self, rank: int) -> tuple[Tensor, Tensor, float | Tensor]:
+        if self.counts is not None:
+            return super().input_sketch(rank)
+        a = self.a.mean() if self.reduce else self._all()  # (N, Gr, I, T)
+        return *sketched_rows(a.permute(1, 0, 3, 2).flatten(1, 2), rank), len(a) * a.shape[3]
+
+    def output_sketch(self, rank: int) -> tuple[Tensor, Tensor]:
+        g = self.g.sum(4, keepdim=True) if self.reduce else self.g  # (K, N, Gr, O, T)
+        return sketched_rows(g.permute(2, 0, 1, 4, 3).flatten(1, 3), rank)
 
     def output_squares(self) -> Tensor:
         g = self.g.sum(4, keepdim=True) if self.reduce else self.g

@@ -61,6 +61,17 @@ class Learned:
         refused = {name: set(paths) for name, paths in self.refused.items()}
         return Learned(set(self.called), set(self.repeated), refused, set(self.closed), self.writes)
 
+    def joined(self, other: Learned) -> Learned:
+        """Return all facts of both."""
+        both = self.copy()
+        for name, paths in other.refused.items():
+            both.refused.setdefault(name, set()).update(paths)
+        both.called |= other.called
+        both.repeated |= other.repeated
+        both.closed |= other.closed
+        both.writes |= other.writes
+        return both
+
     def refuse(self, owners: dict[str, Owner], names: Iterable[str]) -> list[str]:
         """Pass parameters from their owners to modules above. Return the names that are at the top already."""
         stuck = []

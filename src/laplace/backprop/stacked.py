@@ -135,4 +135,4 @@ class Stacked(Use):
 
 
 def _bases(basis: Basis | None, count: int) -> list[Basis] | list[None]:
-    return [None] * count if basis is None else [Basis(vectors) for vectors in basis.vectors.split(1)]
+    return [None] * count if basis is None else basis.apart()

@@ -73,8 +73,14 @@ class Transposed(Use):
     def input_rows(self) -> Tensor | None:
         return self.outer.input_rows()
 
+    def input_sketch(self, rank: int) -> tuple[Tensor, Tensor, float | Tensor]:
+        return self.outer.input_sketch(rank)
+
     def outputs(self) -> Tensor:
         return self.outer.outputs()
+
+    def output_sketch(self, rank: int) -> tuple[Tensor, Tensor]:
+        return self.outer.output_sketch(rank)
 
     def output_squares(self) -> Tensor:
         return self.outer.output_squares()

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance, rotate_left, rotate_right
+from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance, Sketchable, rotate_left, rotate_right
 from laplace.linalg.symmetric import precise_gram, total
 
 EVERY = slice(None)  # example
 Kind = TypeVar("Kind", bound="Use")
 
 
-class Use(ABC):
+class Use(Sketchable, ABC):
     """One parameter's gradients for K vectors and N examples."""
 
     form: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import nn
@@ -14,6 +15,8 @@ from laplace.checkpoints.points import digest_of, inputs_at
 from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
 from laplace.checks import flag, options_of, path_of, shown
 from laplace.curvature import CURVATURES, Estimator
+from laplace.distributed import OWN, Group, alone, reduce_over
+from laplace.distributed.groups import Unsaid, global_rank
 from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.inference.source import Fitted
@@ -47,19 +50,31 @@ Kind = TypeVar("Kind", bound=Loadable)
 
 
 @refuse_unknown_keywords
-def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False) -> None:
+def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, group: Group = OWN) -> None:
     """Write a fitted posterior to a file of safetensors: no code, and no training data.
 
     Args:
         path: the file; one of that name is replaced once the new one is whole. Missing folders are made.
         with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
             file has their numbers and a digest, and `load` needs the data.
+        group: the process group of `fit`: its first rank writes the file, and all wait until it is there. If left out
+            after a fit of several ranks, the first rank writes it and nobody waits.
 
     Raises:
         NotFittedError: before `fit`.
         UnsupportedError: a network whose weights have changed since.
     """
-    path, with_data, fit = path_of(path, "path"), flag(with_data, "with_data"), la.posterior.fit
+    path, with_data = path_of(path, "path"), flag(with_data, "with_data")
+    reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    many = la.runner.ranks > 1 and isinstance(group, Unsaid)  # all ranks have the same posterior: one writes it
+    if not many or global_rank() == 0:
+        with reduce.session():
+            if reduce.rank == 0:
+                _write(la, path, with_data)
+
+
+def _write(la: Kept, path: Path, with_data: bool) -> None:
+    fit = la.posterior.fit
     if changed := la.runner.changed(fit.mean, thoroughly=True):
         raise UnsupportedError(
             f"{changed} since fit, and a posterior is saved with a digest of the weights that it belongs to. Call "

@@ -6,7 +6,9 @@ network, and continues after it.
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 from laplace.checkpoints import container, files
 from laplace.checks import path_of, shown, whole_number
 from laplace.curvature import Estimator
+from laplace.distributed import Reduce, alone
 from laplace.errors import CheckpointError, InputError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.network import digests
@@ -29,8 +32,8 @@ from laplace.weights import FoundLastLayer, Selection, Subnetwork
 
 KIND = "fit in progress"
 _SUMS = {"grams": Mapping, "others": Mapping, "generators": Mapping, "like": Tensor, "_before": Mapping,
-         "data": Mapping, "_n_before": int, "n_data": int, "n_outputs": int, "_readings": int, "_compared": bool,
-         "_together": bool, "_counting": bool, "_forms": (list, tuple)}  # fmt: skip
+         "data": Mapping, "_n_before": int, "n_data": int, "n_outputs": int, "_readings": int, "_runs": int,
+         "_seed": int, "_compared": bool, "_together": bool, "_counting": bool, "_forms": (list, tuple)}  # fmt: skip
 
 
 class Progress:
@@ -139,6 +142,23 @@ class Progress:
         self._skip = 0
 
 
+def _of_rank(path: Path, reduce: Reduce) -> Path:
+    """Return the file of one rank. Refuse those that another number of ranks has left."""
+    ending = re.compile(rf"{re.escape(path.name)}\.rank\d+of(\d+)")
+    there = [
+        found
+        for other in path.parent.glob(f"{glob.escape(path.name)}.rank*")
+        if (found := ending.fullmatch(other.name))
+    ]
+    others = {int(found[1]) for found in there} - {reduce.size}
+    if others:
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} was left by {others.pop()} ranks; these are {reduce.size}, which read other "
+            "parts of the data. Start as many as before, or remove the files to start anew."
+        )
+    return path.with_name(f"{path.name}.rank{reduce.rank}of{reduce.size}")
+
+
 def progress_of(
     runner: Runner,
     weights: FoundLastLayer | Selection,
@@ -146,9 +166,15 @@ def progress_of(
     generator: torch.Generator | None,
     path: str | os.PathLike[str],
     every: int,
+    reduce: Reduce = alone,
 ) -> Progress:
-    """Return the progress of a fit, with everything that must be equal for it to continue."""
+    """Return the progress of a fit, with everything that must be equal for it to continue.
+
+    Each rank of a group has a file of its own, with its rank in the name.
+    """
     path, every = path_of(path, "checkpoint"), whole_number(every, "every")
+    if reduce.size > 1:
+        path = _of_rank(path, reduce)
     spec = runner.spec
     if spec.structure.functional:
         raise UnsupportedError(

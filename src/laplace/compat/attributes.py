@@ -19,7 +19,8 @@ from laplace.compat.matrix import Kron
 from laplace.errors import UnsupportedError
 from laplace.laplace import FURTHER, Laplace
 from laplace.network.batches import Inputs
-from laplace.predictive.outputs import OutputGaussian, joined
+from laplace.predictive.mixtures import joined
+from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.queries import Covariances, Joint, Variances
 
 __all__ = ["register"]

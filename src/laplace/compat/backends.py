@@ -56,9 +56,13 @@ class CurvatureInterface:
         dict_key_y: of inputs that are mappings, the key of the labels.
         stochastic: of GGN, whether to draw labels from the model.
         num_samples: how many, for each example.
+
+    Attributes:
+        asked_for: of `la.backend`, the name of the backend that was asked for there, or None.
     """
 
     _kind: ClassVar[str | None] = None
+    _asked_for: str | None
 
     def __init__(
         self,
@@ -391,7 +395,7 @@ def backend_of(la: Any) -> CurvatureInterface:
         name = getattr(la.runner.spec.weights, "name", None)
         model = FeatureExtractor(model, name, la.enable_backprop, la.feature_reduction)
     stochastic = la.curvature == "mc"
-    return made(
+    backend = made(
         model,
         la.likelihood,
         last_layer=last_layer,
@@ -400,6 +404,8 @@ def backend_of(la: Any) -> CurvatureInterface:
         dict_key_y=la.dict_key_y,
         stochastic=stochastic,
     )
+    backend._asked_for = la.backend_name  # so that `Laplace(..., backend=la.backend)` asks for the same
+    return backend
 
 
 def register() -> None:

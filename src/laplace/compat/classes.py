@@ -1,4 +1,4 @@
-"""Provide laplace-torch's classes, one per combination of weights and structure: `KronLLLaplace(model, likelihood)`.
+"""Provide laplace-torch's classes of posteriors over weights, one per combination: `KronLLLaplace(model, likelihood)`.
 
 Each constructs a `Laplace`, takes laplace-torch's order of arguments, and may be subclassed. `isinstance` goes by the
 combination, so that Laplace(model, "classification") is a KronLLLaplace. Who writes such a name comes from
@@ -7,6 +7,7 @@ laplace-torch; so these objects give hyperparameters, weights and samples the sh
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from laplace.checkpoints import posteriors as files
 from laplace.compat import attributes
 from laplace.compat.feature_extractor import FeatureExtractor
-from laplace.compat.kept_factors import factors_of, precision_of
+from laplace.compat.kept_factors import factors_of, precision_of, sums_of
 from laplace.compat.matrix import Kron, KronDecomposed
 from laplace.errors import OptionError
 from laplace.inference import inspection
@@ -25,10 +26,9 @@ from laplace.inference import values as holding
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.spec import refuse_unknown_keywords
+from laplace.tuning.calls import method_named
 
 __all__ = [
-    "ELLA",
-    "BaseFunctionalLaplace",
     "BaseLaplace",
     "DiagLLLaplace",
     "DiagLaplace",
@@ -36,8 +36,6 @@ __all__ = [
     "FullLLLaplace",
     "FullLaplace",
     "FullSubnetLaplace",
-    "FunctionalLLLaplace",
-    "FunctionalLaplace",
     "KronLLLaplace",
     "KronLaplace",
     "LLLaplace",
@@ -46,9 +44,8 @@ __all__ = [
     "SubnetLaplace",
 ]
 
-_VALUES = ("sigma_noise", "prior_precision", "prior_mean", "temperature")
-_KEYS = ("dict_key_x", "dict_key_y")
-_FURTHER_NAMES = {"subsample_size": "n_subset", "n_eigenvalues": "rank"}  # of ELLA, and what they are called here
+VALUES = ("sigma_noise", "prior_precision", "prior_mean", "temperature")
+KEYS = ("dict_key_x", "dict_key_y")
 
 _init = refuse_unknown_keywords(Laplace.__init__)
 
@@ -71,7 +68,7 @@ def _require_vectors(given: dict[str, Any]) -> None:
             raise OptionError(f"{name} has shape {tuple(value.shape)}; give one number or a vector.")
 
 
-def _of(weights: str | None = None, structure: str | None = None, functional: bool | None = None) -> Any:
+def stands_for(weights: str | None = None, structure: str | None = None, functional: bool | None = None) -> Any:
     """Return a test whether a posterior has these weights and this structure."""
 
     def _stands_for(la: Laplace) -> bool:
@@ -95,9 +92,9 @@ class BaseLaplace(Laplace, metaclass=Combination):
         **options: the same by name, and all other options of `Laplace`.
     """
 
-    _stands_for: ClassVar[Any] = _of()
+    _stands_for: ClassVar[Any] = stands_for()
     _parts: ClassVar[tuple[str, str] | None] = None  # weights and structure, as `Laplace` takes them
-    _order: ClassVar[tuple[str, ...]] = (*_VALUES, "enable_backprop", *_KEYS, "backend", "backend_kwargs")
+    _order: ClassVar[tuple[str, ...]] = (*VALUES, "enable_backprop", *KEYS, "backend", "backend_kwargs")
 
     def __init__(self, model: nn.Module, likelihood: Any, *args: Any, **options: Any) -> None:
         cls = type(self)
@@ -158,6 +155,27 @@ class BaseLaplace(Laplace, metaclass=Combination):
         """Return the log evidence in the network's dtype; see `Laplace.log_marginal_likelihood`."""
         return Laplace.log_marginal_likelihood(self, *args, **options).to(attributes.dtype(self))
 
+    def optimize_prior_precision(self, *args: Any, **options: Any) -> None:
+        """Set the prior precision; see `Laplace.optimize_prior_precision`. A grid is searched by `_gridsearch`."""
+        call = inspect.signature(Laplace.optimize_prior_precision).bind(self, *args, **options)
+        call.apply_defaults()
+        given = dict(call.arguments)
+        given.pop("la")
+        if method_named(given["method"]) == "marglik":
+            Laplace.optimize_prior_precision(self, **given)
+            return
+        low, high = given.pop("log_prior_prec_min"), given.pop("log_prior_prec_max")
+        grid = torch.logspace(low, high, given.pop("grid_size"), base=given.pop("log_prior_prec_base"))
+        self.prior_precision = self._gridsearch(given.pop("loss"), grid, given.pop("val_loader"), **given)
+
+    def _gridsearch(self, loss: Any, interval: Tensor, val_loader: Any, **options: Any) -> Tensor:
+        """Return the prior precision of a grid, equally spaced in its logarithm, with the lowest loss."""
+        ends = {f"log_prior_prec_{end}": float(interval[i].log10()) for end, i in (("min", 0), ("max", -1))}
+        Laplace.optimize_prior_precision(
+            self, loss=loss, val_loader=val_loader, grid_size=len(interval), **ends, **options
+        )
+        return self.prior_precision
+
     @property
     def n_params(self) -> int:  # type: ignore[override]
         """The number of weights."""
@@ -197,7 +215,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
 class ParametricLaplace(BaseLaplace):
     """Every posterior over weights is one."""
 
-    _stands_for = _of(functional=False)
+    _stands_for = stands_for(functional=False)
 
     @property
     def H(self) -> Any:  # type: ignore[override]
@@ -206,6 +224,18 @@ class ParametricLaplace(BaseLaplace):
             found = inspection.H(self)
             return found if not isinstance(found, Tensor) else found.to(attributes.dtype(self))
         return self._empty_H()
+
+    @H.setter
+    def H(self, value: Any) -> None:
+        self._set_H(value)
+
+    def _set_H(self, value: Any) -> None:
+        """Replace the curvature of a fit by another one at unit noise. None forgets the data."""
+        if value is None:
+            self._init_H()
+            return
+        fit = self.posterior.fit
+        self.values = replace(self.values, fit=replace(fit, sums=sums_of(fit, value)))
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Return the log-density of the posterior at some weights; before `fit`, of the prior.
@@ -246,7 +276,7 @@ class ParametricLaplace(BaseLaplace):
 class FullLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'full')."""
 
-    _stands_for, _parts = _of(structure="full"), ("all", "full")
+    _stands_for, _parts = stands_for(structure="full"), ("all", "full")
 
     def _empty_H(self) -> Any:
         return torch.zeros(self.n_params, self.n_params, device=attributes.device(self), dtype=attributes.dtype(self))
@@ -255,7 +285,7 @@ class FullLaplace(ParametricLaplace):
 class DiagLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'diag')."""
 
-    _stands_for, _parts = _of(structure="diag"), ("all", "diag")
+    _stands_for, _parts = stands_for(structure="diag"), ("all", "diag")
 
     def _empty_H(self) -> Any:
         return torch.zeros(self.n_params, device=attributes.device(self), dtype=attributes.dtype(self))
@@ -264,8 +294,8 @@ class DiagLaplace(ParametricLaplace):
 class KronLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'kron'). Its matrices are a `KronDecomposed`."""
 
-    _stands_for, _parts = _of(structure="kron"), ("all", "kron")
-    _order = (*_VALUES, "enable_backprop", *_KEYS, "backend", "damping", "backend_kwargs")
+    _stands_for, _parts = stands_for(structure="kron"), ("all", "kron")
+    _order = (*VALUES, "enable_backprop", *KEYS, "backend", "damping", "backend_kwargs")
 
     @property
     def H(self) -> Any:  # type: ignore[override]
@@ -273,6 +303,10 @@ class KronLaplace(ParametricLaplace):
         if not self.is_fitted:
             return Kron.init_from_model(attributes.params(self), attributes.device(self), attributes.dtype(self))
         return self._decomposed()
+
+    @H.setter
+    def H(self, value: Any) -> None:
+        self._set_H(value)
 
     def _decomposed(self) -> KronDecomposed:
         factors = factors_of(self.posterior.fit)
@@ -288,15 +322,15 @@ class KronLaplace(ParametricLaplace):
 class LowRankLaplace(ParametricLaplace):
     """Laplace(model, likelihood, 'all', 'lowrank')."""
 
-    _stands_for, _parts = _of(structure="lowrank"), ("all", "lowrank")
-    _order = ("backend", *_VALUES, "enable_backprop", *_KEYS, "backend_kwargs")
+    _stands_for, _parts = stands_for(structure="lowrank"), ("all", "lowrank")
+    _order = ("backend", *VALUES, "enable_backprop", *KEYS, "backend_kwargs")
 
 
 class LLLaplace(ParametricLaplace):
     """Every posterior over the weights of the last layer is one."""
 
-    _stands_for = _of(weights="last_layer", functional=False)
-    _order = (*_VALUES, "enable_backprop", "feature_reduction", *_KEYS, "backend", "last_layer_name", "backend_kwargs")
+    _stands_for = stands_for(weights="last_layer", functional=False)
+    _order = (*VALUES, "enable_backprop", "feature_reduction", *KEYS, "backend", "last_layer_name", "backend_kwargs")
 
     @property
     def model(self) -> FeatureExtractor:  # type: ignore[override]
@@ -329,19 +363,19 @@ class LLLaplace(ParametricLaplace):
 class FullLLLaplace(LLLaplace, FullLaplace):
     """Laplace(model, likelihood, 'last_layer', 'full')."""
 
-    _stands_for, _parts = _of("last_layer", "full"), ("last_layer", "full")
+    _stands_for, _parts = stands_for("last_layer", "full"), ("last_layer", "full")
 
 
 class DiagLLLaplace(LLLaplace, DiagLaplace):
     """Laplace(model, likelihood, 'last_layer', 'diag')."""
 
-    _stands_for, _parts = _of("last_layer", "diag"), ("last_layer", "diag")
+    _stands_for, _parts = stands_for("last_layer", "diag"), ("last_layer", "diag")
 
 
 class KronLLLaplace(LLLaplace, KronLaplace):
     """Laplace(model, likelihood, 'last_layer', 'kron')."""
 
-    _stands_for, _parts = _of("last_layer", "kron"), ("last_layer", "kron")
+    _stands_for, _parts = stands_for("last_layer", "kron"), ("last_layer", "kron")
     _order = (*LLLaplace._order[:-1], "damping", "backend_kwargs")
 
     @property
@@ -354,12 +388,16 @@ class KronLLLaplace(LLLaplace, KronLaplace):
             return None
         return Kron.init_from_model(layer, attributes.device(self), attributes.dtype(self))
 
+    @H.setter
+    def H(self, value: Any) -> None:
+        self._set_H(value)
+
 
 class SubnetLaplace(ParametricLaplace):
     """Every posterior over a subnetwork is one. `mean` and samples have all weights, as in laplace-torch."""
 
-    _stands_for = _of(weights="subnetwork")
-    _order = ("subnetwork_indices", *_VALUES, "backend", "backend_kwargs")
+    _stands_for = stands_for(weights="subnetwork")
+    _order = ("subnetwork_indices", *VALUES, "backend", "backend_kwargs")
 
     @property
     def n_params(self) -> int:  # type: ignore[override]
@@ -377,7 +415,7 @@ class SubnetLaplace(ParametricLaplace):
 class FullSubnetLaplace(SubnetLaplace, FullLaplace):
     """Laplace(model, likelihood, 'subnetwork', 'full')."""
 
-    _stands_for, _parts = _of("subnetwork", "full"), ("subnetwork", "full")
+    _stands_for, _parts = stands_for("subnetwork", "full"), ("subnetwork", "full")
 
     def _empty_H(self) -> Any:
         side = attributes.n_params_subnet(self)
@@ -387,66 +425,8 @@ class FullSubnetLaplace(SubnetLaplace, FullLaplace):
 class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
     """Laplace(model, likelihood, 'subnetwork', 'diag')."""
 
-    _stands_for, _parts = _of("subnetwork", "diag"), ("subnetwork", "diag")
+    _stands_for, _parts = stands_for("subnetwork", "diag"), ("subnetwork", "diag")
 
     def _empty_H(self) -> Any:
         side = attributes.n_params_subnet(self)
         return torch.zeros(side, device=attributes.device(self), dtype=attributes.dtype(self))
-
-
-class BaseFunctionalLaplace(BaseLaplace):
-    """Every posterior over functions is one."""
-
-    _stands_for = _of(functional=True)
-
-    def state_dict(self, with_data: bool = True) -> dict[str, Any]:
-        """Return everything of the posterior; it is made of points of the data, which are in it, as in laplace-torch.
-
-        Args:
-            with_data: False refuses, with what to write instead.
-        """
-        return Laplace.state_dict(self, with_data=with_data)
-
-
-class FunctionalLaplace(BaseFunctionalLaplace):
-    """Laplace(model, likelihood, 'all', 'gp'): a Gaussian process on a subset of the data."""
-
-    _stands_for, _parts = _of(structure="gp"), ("all", "gp")
-    _order = (
-        "n_subset",
-        *_VALUES,
-        "enable_backprop",
-        *_KEYS,
-        "backend",
-        "backend_kwargs",
-        "independent_outputs",
-        "seed",
-    )
-
-
-class FunctionalLLLaplace(FunctionalLaplace):
-    """Laplace(model, likelihood, 'last_layer', 'gp')."""
-
-    _stands_for, _parts = _of("last_layer", "gp"), ("last_layer", "gp")
-    _order = (
-        *("n_subset", *_VALUES, "enable_backprop", "feature_reduction", *_KEYS, "last_layer_name"),
-        *("backend", "backend_kwargs", "independent_outputs", "seed"),
-    )
-
-
-class ELLA(BaseFunctionalLaplace):
-    """Laplace(model, likelihood, 'all', 'gp', functional_approximation='nystrom').
-
-    `subsample_size` is `n_subset` here, and `n_eigenvalues` is `rank`.
-    """
-
-    _stands_for, _parts = _of(structure="gp, nystrom"), ("all", "gp")
-    _order = (
-        *("subsample_size", "n_eigenvalues", *_VALUES, "enable_backprop", *_KEYS),
-        *("backend", "backend_kwargs", "seed"),
-    )
-
-    @classmethod
-    def _renamed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        named = {_FURTHER_NAMES.get(name, name): value for name, value in options.items()}
-        return {"functional_approximation": "nystrom", **named}

@@ -1,4 +1,4 @@
-"""Read the Kronecker factors that structure 'kron' keeps, as laplace-torch's matrices."""
+"""Read the sums that a fit keeps as laplace-torch's matrices, and make sums of such matrices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from laplace.compat.matrix import Kron, KronDecomposed
+from laplace.errors import InputError
 from laplace.posterior.posterior import Fit, Posterior
+from laplace.structures.base import Sums
 from laplace.structures.blockdiag import by_tensor
 
-__all__ = ["factors_of", "precision_of"]
+__all__ = ["factors_of", "precision_of", "sums_of"]
 
 
 def factors_of(fit: Fit) -> Kron:
@@ -27,6 +29,47 @@ def precision_of(posterior: Posterior) -> KronDecomposed:
     typed = Kron([[f.to(fit.mean.dtype) for f in block] for block in scaled.kfacs])
     deltas = [part[0] for part in fit.layout.split(posterior.prior.diagonal(fit.layout, fit.mean))]
     return typed.decompose(damping=bool(getattr(fit.structure, "damping", False))) + torch.stack(deltas)
+
+
+def sums_of(fit: Fit, curvature: Tensor | Kron | KronDecomposed) -> Sums:
+    """Return the sums of a fit of structure 'full', 'diag' or 'kron' whose curvature at unit noise is another one.
+
+    Raises:
+        InputError: it is not (P, P) for 'full', (P,) for 'diag', or one block per tensor for 'kron'.
+    """
+    layout, kind = fit.layout, fit.structure.name
+    if isinstance(curvature, Tensor):
+        p = layout.n_params
+        if tuple(curvature.shape) != {"full": (p, p), "diag": (p,)}.get(kind):
+            raise InputError(f"H has shape {tuple(curvature.shape)}, which is no curvature of structure {kind!r} here.")
+        whole = curvature.detach().double().to(fit.mean.device)
+        if kind == "full":
+            return {"H": whole}
+        return {f"{name}/diag": part for name, part in zip(layout.names, layout.split(whole), strict=True)}
+    blocks = _undone(curvature) if isinstance(curvature, KronDecomposed) else curvature.kfacs
+    if kind != "kron" or len(blocks) != len(layout.names):
+        raise InputError(f"H has {len(blocks)} Kronecker blocks, which is no curvature of structure {kind!r} here.")
+    before = by_tensor(fit.sums, layout)
+    sums: Sums = {}
+    for name, factors in zip(layout.names, blocks, strict=True):
+        own = [f.detach().double().to(fit.mean.device) for f in factors]
+        if len(own) == 1:
+            sums[f"{name}/{'H' if own[0].dim() == 2 else 'diag'}"] = own[0]
+            continue
+        left = "A_left" in before[name]
+        b, a = reversed(own) if left else own
+        sums[f"{name}/{'A_left' if left else 'A'}"] = a.unsqueeze(0)
+        sums[f"{name}/{'B' if b.dim() == 2 else 'b'}"] = b.unsqueeze(0)
+        sums[f"{name}/count"] = torch.ones((), dtype=torch.float64, device=a.device)
+    return sums
+
+
+def _undone(matrix: KronDecomposed) -> list[list[Tensor]]:
+    """Return the factors whose eigendecompositions these are."""
+    if matrix.deltas.any():
+        raise InputError("H is the curvature alone; this matrix has a prior precision added to it.")
+    pairs = zip(matrix.eigenvectors, matrix.eigenvalues, strict=True)
+    return [[(q * v) @ q.mT for q, v in zip(qs, vs, strict=True)] for qs, vs in pairs]
 
 
 def _factors(sums: Mapping[str, Tensor]) -> list[Tensor]:

@@ -102,12 +102,13 @@ def acquire(
     p = _probabilities(la, pool, n_samples, generator_or_none(generator))
     _require_enough(n, p.shape[1])
     joint, chosen, gains = information.JointEntropy(p, combinations, generator), [], []
+    bounds = p.new_full((p.shape[1],), torch.inf, dtype=torch.float64)
     for _ in range(n):
-        found = joint.gains()
-        found[chosen] = -torch.inf  # each input once
-        chosen.append(int(found.argmax()))
-        gains.append(found[chosen[-1]])
-        joint.add(chosen[-1])
+        best, gain = joint.best(bounds)
+        bounds[best] = -torch.inf  # each input once
+        chosen.append(best)
+        gains.append(gain)
+        joint.add(best)
     return Acquisition(torch.tensor(chosen, device=p.device), torch.stack(gains))
 
 
@@ -162,10 +163,10 @@ def score(
 def _is_regression(la: Source) -> bool:
     """Whether y is real. Refuse what is neither that nor one of several classes."""
     likelihood = la.likelihood
-    if isinstance(likelihood, OneOfSeveral) or (isinstance(likelihood, Bernoulli) and la.n_outputs == 1):
+    if isinstance(likelihood, (OneOfSeveral, Bernoulli)):
         return False
     if likelihood.response.links or isinstance(likelihood.response, Latent):
-        raise UnsupportedError(f"{likelihood.name!r} with {la.n_outputs} outputs has no scores for a pool. {_USE}")
+        raise UnsupportedError(f"{likelihood.name!r} has no scores for a pool. {_USE}")
     return True
 
 

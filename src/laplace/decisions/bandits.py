@@ -10,8 +10,9 @@ from torch import Tensor
 from laplace.checks import choice, generator_or_none, one_positive
 from laplace.errors import InputError, UnsupportedError
 from laplace.inference.predict import call, functional_samples
-from laplace.inference.source import Source
+from laplace.inference.source import Source, n_outputs_at
 from laplace.linalg.autocast import plainly
+from laplace.network.batches import Inputs
 
 RULES: Final = ("thompson", "ucb", "greedy")
 
@@ -45,17 +46,17 @@ def choose(
         InputError: there is no dimension of options, or no option.
     """
     rule, beta, generator = choice(rule, RULES, "rule"), one_positive(beta, "beta"), generator_or_none(generator)
-    response, n_outputs = la.likelihood.response, la.n_outputs
+    if not isinstance(options, Tensor) or options.dim() < 2 or not options.shape[:2].numel():
+        came = tuple(options.shape) if isinstance(options, Tensor) else type(options).__name__
+        raise InputError(f"options are {came}; a tensor (contexts, options, ...) is needed, with at least one of each.")
+    rows, response = options.flatten(0, 1), la.likelihood.response
+    n_outputs = n_outputs_at(la, Inputs(rows, {}, la.frame.keys))
     located = response.location_outputs(n_outputs)
     if response.links or len(range(n_outputs)[located]) != 1:
         raise UnsupportedError(
             f"options are compared by one reward each; {la.likelihood.name!r} has {n_outputs} outputs. Take "
             "Laplace(model, 'regression') of a network that maps a context with an option to its reward, (N, 1)."
         )
-    if not isinstance(options, Tensor) or options.dim() < 2 or not options.shape[:2].numel():
-        came = tuple(options.shape) if isinstance(options, Tensor) else type(options).__name__
-        raise InputError(f"options are {came}; a tensor (contexts, options, ...) is needed, with at least one of each.")
-    rows = options.flatten(0, 1)
     if rule == "thompson":
         values = functional_samples(la, rows, n_samples=1, generator=generator).reshape(len(rows), -1)[:, located]
     else:

@@ -14,6 +14,7 @@ from laplace.linalg.sampling import uniforms
 from laplace.predictive.entropy import entropy
 
 _CHUNK = 2**24  # most elements of an intermediate tensor
+_LOOK = 64  # inputs that are looked at together
 
 
 def predictive_entropy(p: Tensor) -> Tensor:  # (S, N, K) -> (N,)
@@ -61,11 +62,32 @@ class JointEntropy:
         self._weights = self._given.new_ones(1)  # how many combinations each one stands for
         self._conditional = p.new_zeros((), dtype=torch.float64)  # sum of E[H(y given function)] of the batch
 
-    def gains(self) -> Tensor:  # (N,)
-        """Return I(all labels; function) of the batch with each further input."""
+    def best(self, bounds: Tensor) -> tuple[int, Tensor]:  # (N,) -> an index, ()
+        """Return the input that adds most to the batch, and I(all labels; function) with it.
+
+        An input adds the less, the more is in the batch. So what it added before is a bound, and inputs whose bound is
+        below what another one adds now are not looked at. `bounds` are written to; -inf leaves an input out.
+        """
+        known, top, best = self.information(), -torch.inf, -1
+        for some in bounds.argsort(descending=True).split(_LOOK):
+            if float(bounds[some[0]]) <= top:
+                break
+            some = some[bounds[some] > -torch.inf]
+            bounds[some] = self.gains(some) - known
+            first = int(bounds[some].argmax())
+            if float(bounds[some[first]]) > top:
+                top, best = float(bounds[some[first]]), int(some[first])
+        return best, known + top
+
+    def information(self) -> Tensor:  # ()
+        """Return I(all labels; function) of the batch."""
+        return torch.special.entr(self._given.mean(1)) @ self._weights - self._conditional
+
+    def gains(self, among: Tensor) -> Tensor:  # (n,) -> (n,)
+        """Return I(all labels; function) of the batch with each of some further inputs."""
         s, _, k = self._p.shape
         found = []
-        for part in self._p.split(max(1, _CHUNK // (len(self._given) * k)), 1):
+        for part in self._p[:, among].split(max(1, _CHUNK // (len(self._given) * k)), 1):
             joint = (self._given @ part.flatten(1) / s).unflatten(1, (-1, k))  # (M, n, K)
             together = torch.special.entr(joint).sum(-1).T @ self._weights
             found.append(together - self._conditional - entropy(part).mean(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -9,18 +10,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from laplace.backprop import Network
 from laplace.backprop.gradients import Engine, Forward, Moments, is_absent
+from laplace.backprop.plan import Learned
 from laplace.budget import Budget, in_bytes
 from laplace.curvature import Estimator, OutputCurvature
+from laplace.distributed import Reduce, alone
+from laplace.distributed.shards import Shard, places
 from laplace.errors import FormChangedError, InputError, NumericalError, UnsupportedError, within
+from laplace.inference.reads import ABSENT, Read, changed_form, require_each_once
 from laplace.inference.targets import counted
 from laplace.likelihoods.base import Likelihood, Targets
+from laplace.linalg.sampling import Keyed, rows_keyed
 from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
 from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch, Inputs
 from laplace.posterior.posterior import Fit
 from laplace.posterior.schema import require_forms, require_sums
 from laplace.structures import STRUCTURES, Pass, Structure, Sums
+from laplace.structures.dealing import dealt_out
 from laplace.weights.layout import Layout
 
 _RESTARTS = 20  # give up on a network that behaves differently in each of so many readings of the data
@@ -35,8 +43,10 @@ _STATE = (
     "_together",
     "_counting",
     "_readings",
+    "_runs",
+    "_seed",
 )
-_ABSENT: tuple[str, tuple[int, ...]] = ("absent", ())  # the form of a tensor that no batch has used yet
+UNKNOWN = -1  # how many examples an earlier run gave, if another rank remembers its totals
 _HELD = 2**23  # how many numbers to collect before their moments are computed
 
 
@@ -83,7 +93,10 @@ class Accumulator:
         generator: torch.Generator | None,
         budget: Budget,
         progress: Progress | None = None,
+        reduce: Reduce = alone,
+        shard: Shard | None = None,
     ) -> None:
+        self.reduce, self.shard = reduce, Shard(()) if shard is None else shard
         self.engine, self.likelihood, self.structure, self.layout = engine, likelihood, structure, layout
         self.estimator, self.generator, self.budget = estimator, generator, budget
         self.progress = progress
@@ -101,7 +114,13 @@ class Accumulator:
         self._n_before = 0
         self._forms: list[tuple[str, tuple[int, ...]]] = []
         self._restarts = self._readings = 0  # complete readings of the data before this one
+        self._runs = 0  # how many of them are in the sums before this run
         self._state = None if generator is None else generator.get_state()
+        self._seed = self._drawn_seed()
+        self._resumed = False
+        self._first: Inputs | None = None  # a few examples that all ranks have
+        self._marks: list[float] = []  # the sum of each batch's inputs and labels: the same data has the same
+        self.n_all = 0  # examples on all ranks
         self._compared = False  # whether the outputs of joined batches were compared with those of single ones
         self._together = True  # until a network does not run on joined batches
         self._trusting: Callable[[], AbstractContextManager[None]] = nullcontext  # after a resume: `Progress.trusting`
@@ -109,6 +128,8 @@ class Accumulator:
     def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
         """Run over all batches, and over those of `again` as often as the structure asks for."""
         self._resume()
+        if self.progress is not None and self.reduce.size > 1:
+            self._catch_up()
         for _ in range(
             self._readings if again is not None else 0
         ):  # so that a shuffled loader is in the same state again
@@ -130,60 +151,117 @@ class Accumulator:
         if self._before:  # an interrupted fit stopped in the middle of a later run
             self._run_further(batches)
         else:
-            self._add(batches)
-            self._finish()
-        while (further := self.structure.further(self.totals, self.layout, self._like.dtype)) is not None:
+            self._finish(self._read(batches))
+        while (further := self._further()) is not None:
             assert again is not None
             self._rewind(further)
             self._run_further(again())
 
+    def _further(self) -> Pass | None:
+        return dealt_out(lambda: self.structure.further(self.totals, self.layout, self._like.dtype), self.reduce)
+
     def _run_further(self, batches: Iterable[Batch]) -> None:
-        self._add(batches)
-        if self.n_data != self._n_before:
+        read = self._read(batches)
+        if self._n_before not in (self.n_data, UNKNOWN):
             raise InputError(
                 f"the training loader gave {self._n_before} examples at first and {self.n_data} when read again; "
                 f"hessian_structure={self.structure.name!r} needs the same ones. Leave out samplers that vary."
             )
-        self._finish()
+        self._finish(read)
+
+    def _read(self, batches: Iterable[Batch]) -> list[Read]:
+        """Add all batches, and return what each rank has read. Raise FormChangedError on all ranks, if one does."""
+        reads = self.reduce.agree(lambda: self._attempt(batches))
+        if changed := changed_form(reads, self.layout.names):
+            if not reads[self.reduce.rank].changed:
+                self._forms = []
+            self._learn([read.learned for read in reads if read.learned is not None])
+            raise FormChangedError(changed)
+        return reads
+
+    def _attempt(self, batches: Iterable[Batch]) -> Read:
+        changed = None
+        try:
+            self._add(batches)
+            with torch.no_grad():
+                self._take()
+        except FormChangedError as error:
+            if self.reduce.size == 1:
+                raise
+            changed = str(error)
+        learned = None if self.engine.plan is None else self.engine.plan.learned
+        used = {key.rpartition("/")[0] for key in self.sums}
+        many = self.reduce.size > 1
+        marks = (sum(self._marks), {key: float(value.sum()) for key, value in self.data.items()} if many else {})
+        return Read(self.n_data, self._counting, used, self._forms, changed, learned, marks)
+
+    def prepare(self, inputs: Inputs) -> None:
+        """Run a few examples that all ranks have, so that all have the same plan, and those without data have one."""
+        self._first = inputs
+        outputs = self.engine.forward(inputs).outputs
+        self._like, self.n_outputs = outputs[:0], self.n_outputs or outputs.shape[1]
+        self._seed = self.reduce.share(0, self._seed)
+
+    def _learn(self, learned: Sequence[Learned]) -> None:
+        """Make the plan again, on all ranks the same, from what all of them have seen of the network."""
+        if isinstance(self.engine, Network) and self._first is not None and learned:
+            self.engine.relearn(self._first, functools.reduce(Learned.joined, learned))
 
     def _forget(self) -> None:
         """Start the fit again: nothing was added yet."""
-        self.pass_, self._before, self._n_before = self.structure, {}, 0
+        self.pass_, self._before, self._n_before, self._runs = self.structure, {}, 0, 0
         self._start_run()
 
     def _start_run(self) -> None:
         self._readings += 1
         self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
-        self._zeros = {}
+        self._zeros, self._marks = {}, []
         if self.progress is not None:
             self.progress.restart()
-        self._restore_generator()
 
     def _rewind(self, further: Pass) -> None:
-        """Read the same data again, with the same random draws, for the sums of another run."""
+        """Read the same data again, for the sums of another run."""
         self.pass_, self._before, self._n_before = further, self.totals, self.n_data
+        self._runs += 1
         self._start_run()
 
-    def _restore_generator(self) -> None:
-        if self.generator is not None and self._state is not None:
-            self.generator.set_state(self._state)
+    def _drawn_seed(self) -> int:
+        """Return the seed of all random numbers of this fit. Every run over the data draws the same."""
+        return int(torch.randint(2**62, (), generator=self.generator)) if self.estimator.draws else 0
 
-    def _finish(self) -> None:
-        """Let the structure turn the sums of this run into its totals."""
-        if not self._counting:
-            raise InputError(f"none of the {self.n_data} examples counts: all are ignored, masked, or have weight 0.")
+    def _finish(self, reads: Sequence[Read]) -> None:
+        """Add up the sums of all ranks, and let the structure turn those of this run into its totals."""
+        self.n_all = sum(read.n for read in reads)
+        require_each_once(reads, self.shard.examples)
+        if not any(read.counting for read in reads):
+            raise InputError(f"none of the {self.n_all} examples counts: all are ignored, masked, or have weight 0.")
         with torch.no_grad(), self._trusting():
-            self._take()
-            used = {key.rpartition("/")[0] for key in self.sums}
+            used = set().union(*(read.used for read in reads))
             _add(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
             found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
             _require_finite(found | self.data, self._like.dtype)
-            self.totals = self.pass_.finish(self._before, found)
+            found, self.data = self._reduced(found, self.data)
+            made = self._from_points()
+            _require_finite(made, self._like.dtype)
+            self.totals = self.pass_.finish(self._before, found | made)
+
+    def _reduced(self, sums: Sums, data: Sums) -> tuple[Sums, Sums]:
+        """Return both kinds of sums over all ranks, in one reduction."""
+        named = {f"sums {key}": value for key, value in sums.items()} | {f"data {k}": v for k, v in data.items()}
+        totals = self.reduce.total(named, self._like.device)
+        parts = [(*key.partition(" ")[::2], value) for key, value in totals.items()]
+        return {key: v for of, key, v in parts if of == "sums"}, {key: v for of, key, v in parts if of == "data"}
+
+    def _from_points(self) -> Sums:
+        """Return sums that do not come from moments. Only posteriors over functions have any."""
+        return {}
 
     def _add(self, batches: Iterable[Batch]) -> None:
         """Run all batches, small ones together, and add their sums."""
         if self.progress is not None:
             batches = self.progress.unread(batches, self.engine.forward)
+        if self.reduce.size > 1:
+            batches = self._marked(batches)
         most = None if self.progress is None else self.progress.every
         last = None
         groups = gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0, most)
@@ -205,6 +283,12 @@ class Accumulator:
                 self.progress.counted([group] if isinstance(group, Batch) else group.batches(), self._partial)
         self._confirm(last)
 
+    def _marked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Note a sum of each batch, by which ranks notice that they read the same data."""
+        for batch in batches:
+            self._marks.append(sum(float(t.double().sum()) for t in batch.tensors() if not t.is_complex()))
+            yield batch
+
     def _confirm(self, batch: Batch | None) -> None:
         """Start again if the network behaves differently in a later batch than in the first one."""
         if batch is None:
@@ -219,7 +303,7 @@ class Accumulator:
                 "DataLoader or a list of batches."
             )
 
-    def _run_as_one(self, group: Group) -> tuple[Forward, Targets] | None:
+    def _run_as_one(self, group: Group) -> tuple[Forward, Targets, Tensor | None] | None:
         """Run a group of small batches as one.
 
         None if the network does not run on joined batches, or gives other outputs there; then none are joined any more.
@@ -235,31 +319,31 @@ class Accumulator:
             self._together = False
         return run if self._together else None
 
-    def _run(self, batch: Batch) -> tuple[Forward, Targets]:
+    def _run(self, batch: Batch) -> tuple[Forward, Targets, Tensor | None]:
         """Run a batch. Everything that is refused is refused here, before anything is added."""
         with within(f"batch {batch.index}"):
-            forward, targets = counted(self.engine.forward(batch.inputs), batch, self.likelihood)
+            forward, targets, of = counted(self.engine.forward(batch.inputs), batch, self.likelihood)
         f = forward.outputs
         if self.n_outputs not in (0, f.shape[1]):
             raise InputError(
                 f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before."
             )
-        return forward, targets
+        return forward, targets, of
 
-    def _count(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
+    def _count(self, inputs: Inputs, forward: Forward, targets: Targets, of: Tensor | None) -> None:
         f = forward.outputs
         self._like = f[:0]
         if len(f):
             with torch.no_grad():
-                self._keep(inputs, forward, targets)
+                self._keep(inputs, forward, targets, of)
                 with self._trusting():
                     _add(self.data, self.likelihood.sums(f, targets))
             self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
         self.n_data, self.n_outputs = self.n_data + forward.positions.n, f.shape[1]
 
-    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
+    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets, of: Tensor | None) -> None:
         """Collect the moments of a batch. They are computed now, or together with those of the next batches."""
-        for moments in self._moments(forward, targets):
+        for moments in self._moments(forward, targets, of):
             self._pending.append(moments)
             self._held += moments.held
             if self._held > _HELD:
@@ -300,14 +384,37 @@ class Accumulator:
         if self.generator is not None:
             self._state = state["generators"]["at first"].cpu()
             self.generator.set_state(state["generators"]["now"].cpu())
+        self._resumed = True
         if self._before:
-            further = self.structure.further(self._before, self.layout, self._like.dtype)
-            assert further is not None
-            self.totals, self.pass_ = self._before, further
+            self._go_on_after(self._before)
+
+    def _go_on_after(self, before: Sums) -> None:
+        """Continue with the run that follows these totals."""
+        further = self.structure.further(before, self.layout, self._like.dtype)
+        assert further is not None
+        self._before = self.totals = before
+        self.pass_ = further
+
+    def _catch_up(self) -> None:
+        """After an interruption, bring all ranks to the same run over the data.
+
+        A rank may have stopped just before it wrote its first file of a run that another rank was already in. The
+        totals before that run are the same on all ranks: it takes them over, and reads its data from the start.
+        """
+        where = self.reduce.agree(lambda: (self._runs, self._readings, self._seed if self._resumed else None))
+        self._seed = next((seed for *_, seed in where if seed is not None), self._seed)
+        source, (runs, readings, _) = max(enumerate(where), key=lambda pair: pair[1][0])
+        if not any(here < runs for here, *_ in where):
+            return
+        before = self.reduce.share(source, self._before if self.reduce.rank == source else {})
+        if self._runs < runs:
+            self._start_run()
+            self._runs, self._readings, self._n_before = runs, readings, UNKNOWN
+            self._go_on_after({key: value.to(self._like.device) for key, value in before.items()})
 
     def fit(self, mean: Tensor) -> Fit:
         """Return the `Fit` of everything that was added, at the weights `mean`."""
-        counts = (self.n_data, self.n_outputs)
+        counts = (self.n_all, self.n_outputs)
         parts = (self.structure, self.likelihood, self.estimator.name, self.layout, mean, self.totals, self.data)
         fit = Fit(*parts, *counts, linear=self.engine.linear)
         if self._trusting is not nullcontext:
@@ -315,21 +422,28 @@ class Accumulator:
                 require_sums(fit, fit.sums)
         return fit
 
-    def _moments(self, forward: Forward, targets: Targets) -> Iterator[Moments]:
+    def _moments(self, forward: Forward, targets: Targets, of: Tensor | None) -> Iterator[Moments]:
         if self.estimator.exact_hessian:
             exact = forward.hessian(lambda f: -targets.total(self.likelihood.log_prob(f, targets.y)))
             if exact is not None:
                 yield exact
                 return
-        yield from forward.moments(self._curvature(forward, targets))
+        yield from forward.moments(self._curvature(forward, targets, of))
 
-    def _curvature(self, forward: Forward, targets: Targets) -> OutputCurvature:
+    def _places(self, n: int) -> Tensor:  # (n,)
+        """Return the places in the data of the next n examples."""
+        return places(self.shard, self.reduce, self.n_data, n)
+
+    def _curvature(self, forward: Forward, targets: Targets, of: Tensor | None) -> OutputCurvature:
         if self.estimator.name == "ef" and forward.positions.several and targets.weights is not None:
             raise UnsupportedError(
                 "curvature='ef' squares the score of a whole example, all positions together, so positions cannot have "
                 "their own weights. Take curvature='ggn', 'sketch' or 'mc', or weights of 0 and 1."
             )
-        made = self.estimator(self.likelihood, forward.outputs, targets.y, self.generator)
+        draws = None
+        if self.estimator.draws:
+            draws = Keyed(self._seed, rows_keyed(self._places(forward.positions.n), of))
+        made = self.estimator(self.likelihood, forward.outputs, targets.y, draws)
         return made.weighted(targets.weights)
 
     def _take(self) -> None:
@@ -354,14 +468,14 @@ class Accumulator:
     def _notice_forms(self, moments: Moments) -> None:
         """Refuse a tensor whose gradients are outer products in one batch but not in another: such sums do not add."""
         forms = [
-            _ABSENT if is_absent(m) else (m.form, tuple(m.factors) if m.form == "kron" else ())
+            ABSENT if is_absent(m) else (m.form, tuple(m.factors) if m.form == "kron" else ())
             for m in moments.parameters
         ]
         if self._forms:
             before = [(form, tuple(factors)) for form, factors in self._forms]
-            forms = [old if new == _ABSENT else new for old, new in zip(before, forms, strict=True)]
+            forms = [old if new == ABSENT else new for old, new in zip(before, forms, strict=True)]
             pairs = zip(self.layout.names, before, forms, strict=True)
-            changed = [name for name, old, new in pairs if old not in (new, _ABSENT)]
+            changed = [name for name, old, new in pairs if old not in (new, ABSENT)]
         else:
             changed = []
         if changed:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward
 from laplace.errors import UnsupportedError
 from laplace.inference.accumulate import Accumulator
 from laplace.likelihoods.base import Targets
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Inputs
 from laplace.posterior.posterior import Fit
+from laplace.structures import Sums
 from laplace.structures.functional.points import Points
 from laplace.structures.functional.structure import Functional
 from laplace.structures.functional.subset import Subset
@@ -31,7 +30,7 @@ class SubsetAccumulator(Accumulator):
         self._draw_anew()
 
     def _draw_anew(self) -> None:
-        self.subset = Subset(self.functional.most, self.functional.seed)
+        self.subset = Subset(self.functional.drawn, self.functional.seed)
         self.points: Points | None = None
 
     def _forget(self) -> None:
@@ -41,26 +40,28 @@ class SubsetAccumulator(Accumulator):
     def fit(self, mean: Tensor) -> Fit:
         return replace(super().fit(mean), points=self.points if self.functional.keeps_points else None)
 
-    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets) -> None:
+    def _keep(self, inputs: Inputs, forward: Forward, targets: Targets, of: Tensor | None) -> None:
         if forward.positions.several:
             raise UnsupportedError(
                 "hessian_structure='gp' keeps whole examples, and this network has outputs at positions. Take 'kron', "
                 "'diag', 'full' or another structure of the weights."
             )
         if self.points is None:
-            self.subset.see(inputs, self._curvature(forward, targets), len(forward.outputs))
+            n = len(forward.outputs)
+            self.subset.see(inputs, self._curvature(forward, targets, of), self._places(n))
         else:
-            super()._keep(inputs, forward, targets)
+            super()._keep(inputs, forward, targets, of)
 
-    def _add(self, batches: Iterable[Batch]) -> None:
-        super()._add(batches)
-        if self.points is None:
-            with torch.no_grad():
-                points = self.subset.points(self.n_data, self.functional.n_subset, self.functional.vectors)
-                self._require_room(len(points), points.parts[0].y.shape[1])
-                gradients = partial(points.gradients, self.engine, self.budget.chunk)
-                self.sums = {**self.functional.from_points(gradients, len(points), self.layout)}
-            self.points = points
+    def _from_points(self) -> Sums:
+        if self.points is not None:
+            return {}
+        if self.reduce.size > 1:
+            self.subset = self.subset.joined(self.reduce.agree(lambda: self.subset.parts))
+        points = self.functional.place(self.subset, self.n_all, self.engine)
+        self._require_room(len(points), points.parts[0].y.shape[1])
+        gradients = partial(points.gradients, self.engine, self.budget.chunk)
+        self.points = points
+        return self.functional.from_points(gradients, len(points), self.layout)
 
     def _require_room(self, points: int, vectors: int) -> None:
         """Refuse matrices that do not fit into memory."""

@@ -10,7 +10,10 @@ import torch
 
 from laplace.checks import generator_or_none
 from laplace.curvature import CURVATURES, Estimator
+from laplace.distributed import Reduce, alone
+from laplace.distributed.shards import Shard
 from laplace.errors import InputError, within
+from laplace.inference import shared
 from laplace.inference.accumulate import Accumulator, Progress
 from laplace.inference.accumulate_points import SubsetAccumulator
 from laplace.inference.coverage import coverage_of
@@ -39,9 +42,10 @@ def fit(
     prior: Prior,
     before: Fit | None = None,
     *,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     generator: torch.Generator | None = None,
     journal: Opens | None = None,
+    reduce: Reduce = alone,
 ) -> Fit:
     """Run the network over the data and return the sums of its curvature at its current weights.
 
@@ -50,50 +54,61 @@ def fit(
         loader: the batches, read as often as the structure needs.
         prior: the prior. It is checked against the weights that are found.
         before: the sums of earlier data, to which the new ones are added.
-        progress_bar: whether to show a progress bar.
+        progress_bar: whether to show a progress bar; None shows one in a terminal after a few seconds.
         generator: the generator for estimates of the curvature. None uses torch's own.
         journal: a function that opens a file for the partial sums of a long fit.
+        reduce: the processes that fit together, each with a part of the data. This one alone by default.
     """
-    runner.require_rereading(loader, before)
-    runner.notice_processes()
-    runner.next_tokens = None if before is None else runner.next_tokens
-    watch_again(runner.model)
+    with reduce.session():
+        shard = Shard(loader) if reduce.size == 1 else shared.divided(loader, reduce, runner)
+        loader = shard.loader
+        runner.require_rereading(loader, before)
+        runner.next_tokens = None if before is None else runner.next_tokens
+        watch_again(runner.model)
 
-    def read() -> Iterator[Batch]:
-        return runner.batches(loader, progress_bar, "fit")
+        def read() -> Iterator[Batch]:
+            return runner.batches(loader, progress_bar if reduce.rank == 0 else False, "fit")
 
-    spec, stream = runner.spec, read()
-    first = next(stream, None)
-    if first is None:
-        raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
-    with within(f"batch {first.index}", runs=True):
-        weights = runner.find_weights(first.inputs, keep=before is not None)
-        if before is not None:
-            runner.require_unchanged(before)
-        else:
-            runner.require_steady(first.inputs, isinstance(weights, FoundLastLayer))
-        engine = runner.engine(weights, runner.plan if before is not None else None)  # after a run was watched
-        estimator = runner.chosen_curvature(engine, first.inputs) if before is None else _as_before(runner, before)
-    generator = generator_or_none(generator)
-    progress = None if journal is None else journal(weights, estimator, generator)
-    if generator is None and (spec.structure.passes > 1 or progress is not None):
-        generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # every run draws the same
-    parts = (spec.likelihood, spec.structure, weights.layout, estimator, generator, spec.budget, progress)
-    sums = (SubsetAccumulator if spec.structure.functional else Accumulator)(engine, *parts)
-    sums.n_outputs = 0 if before is None else before.n_outputs
-    mean = weights.layout.join(weights.tensors(runner.model))
-    mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
-    prior.check(weights.layout, spec.structure.takes)
-    spec.structure.check(weights.layout)
-    sums.run(chain([first], stream), None if isinstance(loader, Iterator) else read)
-    found = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
-    if note := coverage_of(found, engine.plan).other_forms(spec.structure.name):
-        runner.warn_once("coverage", note)
-    if isinstance(spec.weights, All) and (others := unregistered_in(runner.model)):
-        runner.warn_once("unregistered", _unregistered(others))
-    for note in spec.structure.notes(found.sums):
-        runner.warn_once(note, note)
+        spec, stream = runner.spec, read()
+        own = first = next(stream, None)
+        if reduce.size > 1:
+            first = shared.first_of(own, reduce, runner)
+        if first is None:
+            raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
+        with within(f"batch {first.index}", runs=True):
+            weights = runner.find_weights(first.inputs, keep=before is not None)
+            if before is not None:
+                runner.require_unchanged(before)
+            else:
+                runner.require_steady(first.inputs, isinstance(weights, FoundLastLayer))
+            engine = runner.engine(weights, runner.plan if before is not None else None)  # after a run was watched
+            estimator = runner.chosen_curvature(engine, first.inputs) if before is None else _as_before(runner, before)
+        generator = generator_or_none(generator)
+        progress = None if journal is None else journal(weights, estimator, generator)
+        if generator is None and (spec.structure.passes > 1 or progress is not None):
+            generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # a resumed fit draws the same
+        parts = (spec.likelihood, spec.structure, weights.layout, estimator, generator, spec.budget, progress)
+        sums = (SubsetAccumulator if spec.structure.functional else Accumulator)(engine, *parts, reduce, shard)
+        sums.n_outputs = 0 if before is None else before.n_outputs
+        mean = weights.layout.join(weights.tensors(runner.model))
+        mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
+        prior.check(weights.layout, spec.structure.takes)
+        spec.structure.check(weights.layout)
+        if reduce.size > 1:
+            sums.prepare(first.inputs)
+            shared.require_same(runner, weights, engine.plan, estimator, isinstance(loader, Iterator), reduce)
+        unread = stream if own is None else chain([own], stream)
+        sums.run(unread, None if isinstance(loader, Iterator) else read)
+        found = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
+        if note := coverage_of(found, engine.plan).other_forms(spec.structure.name):
+            runner.warn_once("coverage", note)
+        if isinstance(spec.weights, All) and (others := unregistered_in(runner.model)):
+            runner.warn_once("unregistered", _unregistered(others))
+        for note in spec.structure.notes(found.sums):
+            runner.warn_once(note, note)
+        found.factorise_together(reduce)
     runner.adopt(weights, engine.plan, dims_of(first.inputs))
+    runner.ranks = reduce.size
     if progress is not None:
         progress.remove()
     return found

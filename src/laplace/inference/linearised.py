@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,9 +44,9 @@ def contrasted(posterior: Posterior, forward: Forward, need: Contrasts) -> Outpu
         outputs = linearised(posterior, f, forward.jacobian(), need.covariances)
         contrasts = None if outputs.covariance is None else _contrasts_of(outputs, outputs.covariance)
         if contrasts is not None:
-            return replace(outputs, contrasts=contrasts)
+            return outputs.beside(contrasts)
     contrasts = linearised(posterior, centred(f), forward.jacobian(centred=True), need.covariances)
-    return replace(outputs or contrasts, contrasts=contrasts)
+    return (outputs or contrasts).beside(contrasts)
 
 
 def _contrasts_of(outputs: OutputGaussian, covariance: Tensor) -> OutputGaussian | None:

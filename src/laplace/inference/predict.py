@@ -12,19 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, flag, generator_or_none, shown, whole_number
+from laplace.checks import choice, flag, flag_or_none, generator_or_none, shown, whole_number
+from laplace.distributed import OWN, Group, alone, reduce_over
+from laplace.distributed.groups import Unsaid
+from laplace.distributed.shards import Shard, shard_of
 from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
-from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, scaled_outputs
+from laplace.inference.predict_shards import parts_in_order, same_draws
+from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, normals
 from laplace.network.batches import Inputs, given_by_name, prediction_batches
 from laplace.predictive.links import Link
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined, require_finite
+from laplace.predictive.mixtures import Outputs, averaged, joined
+from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
 from laplace.predictive.positions import Positions
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.queries import Contrasts, Covariances, Functions, Joint, Query, Variances, with_covariances
 from laplace.predictive.reshape import PredictionAtPositions, Reshaper
+from laplace.predictive.response import Response
 from laplace.spec import refuse_unknown_keywords
 
 _FEW_DRAWS = 1000  # so many draws are not checked: they fit into memory if the outputs do
@@ -82,14 +88,15 @@ def call(
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
     (link, how), sampled = response.link_of(link_approx, as_in_paper=True), pred_type == "nn"
-    draws = _draws(source, n_samples, 2 if sampled and not link else 1, generator)
+    inputs, shape = Inputs.of(x, model_kwargs, frame.keys), Reshaper()
+    n_outputs = n_outputs_at(source, inputs)
+    draws = _draws(source, n_outputs, n_samples, 2 if sampled and not link else 1, generator)
     joint, diagonal_output = flag(joint, "joint"), flag(diagonal_output, "diagonal_output")
     if joint and (link or sampled):
         raise UnsupportedError(
             "joint=True is for regression with pred_type='glm'. Otherwise write functional_samples(x)."
         )
-    chosen = _chosen(source, outputs, bool(link) or sampled)
-    inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
+    chosen = _chosen(source, n_outputs, outputs, bool(link) or sampled)
     with torch.set_grad_enabled(frame.enable_backprop):
         if sampled:
             parts = scaled_outputs(source, inputs, Functions(draws, exact=True))
@@ -108,7 +115,6 @@ def call(
         answer = Answer(frame.budget, "Take fewer inputs at a time, or diagonal_output=True.")
         need = Variances(chosen) if diagonal_output else Covariances(chosen)
         out = joined([part.outputs for part in shape.watch(scaled_outputs(source, inputs, need, answer))])
-        assert isinstance(out, OutputGaussian)
         spread = shape(out.variance) if out.covariance is None else shape.covariance(out.covariance)
         return shape(out.mean), spread
 
@@ -124,7 +130,8 @@ def predict(
     n_samples: int = 100,
     diagonal_output: bool | None = None,
     generator: torch.Generator | None = None,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
+    group: Group = OWN,
     **model_kwargs: Any,
 ) -> Prediction | PredictionAtPositions:
     """Return p(y given x, data) with observation noise, its summaries, and both kinds of uncertainty.
@@ -140,7 +147,9 @@ def predict(
         diagonal_output: Whether to leave out covariances between outputs. If not given, they are left out for more than
             32 outputs, unless link 'mc' needs them.
         generator: The random generator. torch's global one if left out.
-        progress_bar: Whether to show a progress bar over a DataLoader.
+        progress_bar: Whether a DataLoader shows a progress bar; None shows one in a terminal after a few seconds.
+        group: The process group, if each rank predicts its own part of a loader: all get the predictions of all, in the
+            order of the data. If left out, nothing is exchanged.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -155,24 +164,27 @@ def predict(
         MemoryBudgetError: the result would not fit into memory.
     """
     x, model_kwargs = given_by_name(x, model_kwargs)
-    frame, response, c = source.frame, source.likelihood.response, source.n_outputs
+    frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
     link, how = response.link_of(link_approx)
-    draws = _draws(source, n_samples, 2, generator)
+    draws = _draws(source, source.n_outputs or 1, n_samples, 2, generator)
+    progress = flag_or_none(progress_bar, "progress_bar")
     if diagonal_output is not None:
         diagonal_output = flag(diagonal_output, "diagonal_output")
     if pred_type == "nn" and draws.generator is None:
         draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
     state = None if draws.generator is None else draws.generator.get_state()
-    parts: list[tuple[OutputGaussian | OutputSamples, Tensor | None]] = []
+    parts: list[tuple[Outputs, Tensor | None]] = []
     shape, needed = Reshaper(), how is not None and with_covariances(how.needs())
-    independent = c > _MAX_COVARIANCE and not needed if diagonal_output is None else diagonal_output
-    need: Query = Variances() if independent else Covariances()
-    if response.only_differences:
-        need = Contrasts(covariances=not independent, beside=True)
+    independent, need = diagonal_output, None
     answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
-    with torch.set_grad_enabled(frame.enable_backprop):
-        for where, inputs in prediction_batches(x, frame.keys, model_kwargs, flag(progress_bar, "progress_bar")):
+    reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    with reduce.session(), torch.set_grad_enabled(frame.enable_backprop):
+        shard = Shard(x) if reduce.size == 1 else shard_of(x, reduce)
+        if reduce.size > 1:
+            draws = same_draws(draws, reduce)
+            state = None if draws.generator is None else draws.generator.get_state()
+        for where, inputs in prediction_batches(shard.loader, frame.keys, model_kwargs, progress):
             with within(where):
                 if pred_type == "nn":
                     if draws.generator is not None and state is not None:
@@ -183,9 +195,14 @@ def predict(
                     shape.add(here)
                     parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
                     continue
+                if independent is None:
+                    independent = n_outputs_at(source, inputs) > _MAX_COVARIANCE and not needed
+                need = need or _wanted(response, independent)
                 for part in shape.watch(scaled_outputs(source, inputs, need, answer), further=True):
                     mean = None if how is None else _linked(source, link, how, part, draws, independent)
                     parts.append((part.outputs, mean))
+        if reduce.size > 1:
+            parts, shape = parts_in_order(parts, shape, shard, reduce)
         if not parts:
             raise InputError("the loader to predict on gave no batch.")
         outputs = joined([outputs for outputs, _ in parts])
@@ -230,7 +247,8 @@ def functional_samples(
     x, model_kwargs = given_by_name(x, model_kwargs)
     frame = source.frame
     pred_type = pred_type_named(pred_type, frame.functional)
-    draws, diagonal_output = _draws(source, n_samples, 1, generator), flag(diagonal_output, "diagonal_output")
+    draws = _draws(source, source.n_outputs or 1, n_samples, 1, generator)
+    diagonal_output = flag(diagonal_output, "diagonal_output")
     inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
     with torch.set_grad_enabled(frame.enable_backprop):
         if diagonal_output and pred_type == "glm":
@@ -306,7 +324,7 @@ def preference(
             f"preference(a, b) compares rewards; this posterior is for {likelihood.name!r}. Write "
             "Laplace(model, 'reward_modeling')."
         )
-    draws = _draws(source, n_samples, 1, torch.Generator().manual_seed(0))
+    draws = _draws(source, source.n_outputs or 1, n_samples, 1, torch.Generator().manual_seed(0))
     inputs, shape = Inputs.paired(b, a, model_kwargs, source.frame.keys), Reshaper()
     link = likelihood.link_named(link_approx)
     how = likelihood.links[link]
@@ -360,11 +378,18 @@ def pred_type_named(name: str, functional: bool) -> str:
     return "glm" if word == "gp" else choice(name, ["glm", "nn"], "pred_type")
 
 
-def _draws(source: Source, n_samples: Any, least: int, generator: Any) -> Draws:
+def _wanted(response: Response, independent: bool) -> Query:
+    """Return what a full prediction asks for."""
+    if response.only_differences:
+        return Contrasts(covariances=not independent, beside=True)
+    return Variances() if independent else Covariances()
+
+
+def _draws(source: Source, n_outputs: int, n_samples: Any, least: int, generator: Any) -> Draws:
     """Return how many draws, and their generator. Refuse more than fit into memory for a single input."""
     draws = Draws(whole_number(n_samples, "n_samples", least), generator_or_none(generator))
     if draws.n > _FEW_DRAWS:
-        like, c = source.noise_level, source.n_outputs
+        like, c = source.noise_level, n_outputs
         needed = 4 * like.element_size() * draws.n * c
         source.frame.budget.require(needed, like.device, f"{draws.n:,} draws of {c:,} outputs", FEWER)
     return draws
@@ -381,16 +406,20 @@ def _linked(
     source: Source, name: str, link: Link, part: Part, draws: Draws, independent: bool = False
 ) -> Tensor:  # (N, K)
     """Return the mean of the inverse link at some inputs."""
-    assert isinstance(part.outputs, OutputGaussian)
-    p, outside = through_link(link, part.outputs.marginals() if independent else part.outputs, draws)
-    if outside:
-        source.warn_once(
-            "simplex",
-            f"the {name} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
-            "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
-        )
-    _require_own_mean(p, len(part.outputs.mean), name)
-    return require_finite(p, f"the mean of {name}")
+
+    def through(outputs: OutputGaussian) -> Tensor:
+        p, outside = through_link(link, outputs, draws)
+        if outside:
+            source.warn_once(
+                "simplex",
+                f"the {name} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
+                "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
+            )
+        _require_own_mean(p, len(outputs.mean), name)
+        return p
+
+    outputs = part.outputs.marginals() if independent else part.outputs
+    return require_finite(averaged(outputs, through, source.likelihood.response.inverse_link), f"the mean of {name}")
 
 
 def _needed(link: Link, independent: bool) -> Query:
@@ -410,9 +439,10 @@ def _require_own_mean(p: Any, n: int, name: str) -> None:
         raise NumericalError("the link in link_approx= returned NaN or infinite values for a finite mean and variance.")
 
 
-def _chosen(source: Source, outputs: Any, refused: bool) -> Tensor | None:
+def _chosen(source: Source, n_outputs: int, outputs: Any, refused: bool) -> Tensor | None:
     """Return the indices of the wanted outputs. None means all."""
-    n_outputs = source.n_outputs
+    if outputs is None and refused:
+        return None
     located = range(n_outputs)[source.likelihood.response.location_outputs(n_outputs)]
     n = len(located)
     if outputs is None:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.backprop.audit import EXAMPLES
 from laplace.curvature import GGN, Estimator, Sketch
+from laplace.distributed.groups import world_size
 from laplace.errors import (
     InputError,
     LaplaceWarning,
@@ -24,10 +25,13 @@ from laplace.errors import (
 )
 from laplace.inference.next_tokens import are_shifted, labels_within, refuse_tokens_themselves, shifted
 from laplace.inference.own_loss import compare
+from laplace.inference.ready import Ready, ReadyEngine
 from laplace.inference.targets import check_finite
 from laplace.linalg.autocast import rounding
 from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
+from laplace.network.kept import replicate_to_keep
 from laplace.network.pytree import map_tensors, tensors_in
+from laplace.network.replica import replicate
 from laplace.network.sharing import Sharing, outputs_of
 from laplace.posterior.posterior import Fit
 from laplace.predictive.positions import Positions
@@ -42,35 +46,44 @@ class Runner:
     """Holds a network with the user's options, and facts that running it has shown.
 
     Attributes:
-        model: the network. It is never changed.
+        model: the network, without wrappers that spread it over processes. It is never changed.
+        wrapped: the name of the class that did, if one did.
         spec: the user's options.
         enable_backprop: whether gradients flow from predictions to the inputs.
         weights: the uncertain weights. None until they are found.
         plan: the rule for the gradients of each tensor. None until the network has run.
         snapshot: the state of the network when it was fitted.
         dims: the number of dimensions of each training input. None if the posterior came from a file.
+        ranks: how many processes fitted the posterior together.
         next_tokens: whether labels have to be shifted to the next positions. None until a batch tells.
     """
 
-    def __init__(self, model: nn.Module, spec: Spec, enable_backprop: bool = False) -> None:
-        self.model, self.spec, self.enable_backprop = model, spec, enable_backprop
+    def __init__(self, model: nn.Module, spec: Spec, enable_backprop: bool = False, wrapped: str | None = None) -> None:
+        self.model, self.spec, self.enable_backprop, self.wrapped = model, spec, enable_backprop, wrapped
         self.weights: FoundLastLayer | Selection | None = None
         self.plan: Plan | None = None
         self.snapshot: Snapshot | None = None
         self.dims: tuple[int, ...] | None = None
         self.next_tokens: bool | None = None
-        self._sharing, self._warned = Sharing(), set[str]()
+        self.ranks = 1
+        self._sharing, self._warned, self._ready = Sharing(), set[str](), Ready()
+
+    @property
+    def spread(self) -> str | None:
+        """Say that the network is spread over processes, if it is."""
+        return None if self.wrapped is None else f"a network in {self.wrapped}"
 
     # ---- what the network is -------------------------------------------------------------------------------------
 
-    def batches(self, loader: Iterable[Any], progress_bar: bool, what: str) -> Iterator[Batch]:
+    def batches(self, loader: Iterable[Any], progress_bar: bool | None, what: str) -> Iterator[Batch]:
         """Yield the batches of a loader. `what` names the run in errors and progress bars.
 
         The labels of a causal language model are shifted, so that each stands at the logits that predict it.
         """
         spec = self.spec
         for batch in training_batches(loader, self.model, spec.keys, progress_bar, what):
-            batch = replace(batch, inputs=self.told_apart(batch.inputs))
+            inputs = self.told_apart(batch.inputs)
+            batch = batch if inputs is batch.inputs else replace(batch, inputs=inputs)
             meant = batch, self.model, spec.likelihood, spec.class_dim
             if not labels_within(batch):
                 if batch.index == 0:
@@ -164,11 +177,14 @@ class Runner:
 
     def engine(self, weights: FoundLastLayer | Selection, plan: Plan | None = None) -> Head | Network:
         """Return the engine that runs the network. A `plan` of an earlier call saves making it again."""
+        return self._engine_on(replicate(self.model, _tracked(weights)), weights, plan)
+
+    def _engine_on(self, replica: nn.Module, weights: FoundLastLayer | Selection, plan: Plan | None) -> Head | Network:
         spec = self.spec
         if isinstance(weights, FoundLastLayer):
-            return Head(self.model, weights, spec.budget, spec.class_dim)
+            return Head(replica, weights, spec.budget, spec.class_dim)
         reduce = spec.structure.weight_sharing == "reduce"
-        return Network(self.model, weights, spec.budget, plan, reduce, spec.estimator.exact_hessian, spec.class_dim)
+        return Network(replica, weights, spec.budget, plan, reduce, spec.estimator.exact_hessian, spec.class_dim)
 
     def runs(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         """Yield runs on consecutive parts of the inputs that fit into memory, or one run on the `whole`."""
@@ -180,10 +196,11 @@ class Runner:
 
     def uncut(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         """Yield runs on consecutive parts of the inputs, with all positions of each example."""
-        self.notice_changes(fit)
+        ready = self._ready.take(fit) or self._made_ready(fit)
         assert self.weights is not None
-        engine = self.engine(self.weights, self.plan)
-        inputs = self.told_apart(inputs.as_tensors(self.model).to(device_of(self.model)))
+        engine = self.engine(self.weights, self.plan) if ready is None else ready.engine
+        device = device_of(self.model) if ready is None else ready.device
+        inputs = self.told_apart(inputs.as_tensors(self.model).to(device))
         if not engine.linear and any(t.shape[:1] == (0,) for t in tensors_in(inputs.x)):
             raise InputError(f"there is no example in {described(inputs.x, {})}. Leave empty batches out.")
         seen = 0  # number of examples in the parts before
@@ -198,6 +215,20 @@ class Runner:
             seen += forward.positions.n
             yield fit.attach_points(forward, engine, self.spec.budget.chunk)
         self.plan = engine.plan
+        if ready is not None:
+            self._ready.give(ready)
+
+    def _made_ready(self, fit: Fit) -> ReadyEngine | None:
+        """Return an engine that can be kept. None if the network has changed since it was fitted, or has no plan."""
+        same, weights = self.notice_changes(fit), self.weights
+        assert weights is not None
+        if not same or (isinstance(weights, Selection) and self.plan is None):
+            return None
+        kept = replicate_to_keep(self.model, _tracked(weights))
+        if kept is None:
+            return None
+        engine = self._engine_on(kept.replica, weights, self.plan)
+        return ReadyEngine.of(engine, kept, fit, weights.tensors(self.model))
 
     def _run_in_parts(self, engine: Head | Network, parts: Iterable[Inputs]) -> Iterator[Forward]:
         for part in parts:
@@ -244,14 +275,15 @@ class Runner:
         """Remember the current state of the network, which a posterior belongs to."""
         self.weights, self.plan, self.dims, self.snapshot = weights, plan, dims, Snapshot.of(self.model)
         self._warned.discard("stale")
+        self._ready.clear()
 
     def changed(self, mean: Tensor, thoroughly: bool = False) -> str | None:
         """Describe what has changed since the fit. Returns None if nothing has."""
         assert self.weights is not None
         return what_changed(self.model, self.weights, mean, self.snapshot, thoroughly)
 
-    def notice_changes(self, fit: Fit) -> None:
-        """Warn, once, if the network has changed since it was fitted."""
+    def notice_changes(self, fit: Fit) -> bool:
+        """Warn, once, if the network has changed since it was fitted. Return whether it is the same."""
         changed = self.changed(fit.mean)
         if not changed and self.snapshot is not None and self.snapshot.versions is None:
             self.snapshot = Snapshot.of(self.model)  # this is a copy, and its values are the same
@@ -259,6 +291,7 @@ class Runner:
             self.warn_once(
                 "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
             )
+        return not changed
 
     def require_unchanged(self, fit: Fit) -> None:
         """Refuse to add data at other weights than those of the earlier data."""
@@ -269,31 +302,15 @@ class Runner:
             )
 
     def notice_processes(self, training: bool = False) -> None:
-        """Warn, once, if this is one of several processes. Each fits only the data that it reads."""
-        if not distributed.is_available() or not distributed.is_initialized():
+        """Warn, once, if this is one of several processes and nobody said how they work together."""
+        if (count := world_size()) < 2:
             return
-        if (count := distributed.get_world_size()) < 2:
-            return
-        if training:
-            together = (
-                "Prior and noise are tuned by each process on its own batches, and the networks drift apart: run "
-                "marglik_training in one process."
-            )
-        elif self.spec.structure.adds:
-            together = (
-                f"Put them together after fit: parts = [None] * {count}; torch.distributed.all_gather_object(parts, "
-                "la); la = sum(parts)."
-            )
-        else:
-            together = (
-                f"The sums of {self.spec.structure.name!r} cannot be added: let every process read all data, or take "
-                f"{adding()}, whose sums add."
-            )
+        apart = "the networks drift apart" if training else "its posterior sees only the batches that it reads itself"
         self.warn_once(
             "processes",
-            f"this is one of {count} processes of torch.distributed, and its posterior sees only the batches that it "
-            f"reads itself: with a DistributedSampler, a part of the data. {together} If every process reads all data, "
-            "nothing is missing.",
+            f"this is one of {count} processes of torch.distributed, and {apart}. Write "
+            "group=torch.distributed.group.WORLD if each process reads a part of the data: all end with the posterior "
+            "of all of it. Write group=None if this process is meant to work alone.",
             ProcessesWarning,
         )
 
@@ -306,13 +323,18 @@ class Runner:
     def with_structure_of(self, fit: Fit) -> Runner:
         """Return a runner of the same network for another fit, with all warnings to come again."""
         other = copy.copy(self)
-        other.spec, other._warned = replace(self.spec, structure=fit.structure), set()
+        other.spec, other._warned, other._ready = replace(self.spec, structure=fit.structure), set(), Ready()
         other.snapshot = self.snapshot  # kept: this is the same network, not a copy
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         snapshot = self.snapshot  # addresses in memory mean nothing in a copy
         return self.__dict__ | {"snapshot": None if snapshot is None else snapshot.elsewhere()}
+
+
+def _tracked(weights: FoundLastLayer | Selection) -> frozenset[str]:
+    """Return the parameters that must require grad in a replica: none of a last layer, whose input is enough."""
+    return frozenset() if isinstance(weights, FoundLastLayer) else frozenset(weights.layout.names)
 
 
 def dims_of(inputs: Inputs) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Sources of predictions: anything that gives the distribution of the outputs at some inputs.
 
-A Laplace posterior with its network is one; an ensemble, a mixture or SWAG can be others. `predict` and the functions
-beside it work with any of them.
+A Laplace posterior with its network is one; ensembles, mixtures and SWAG are others (`laplace.rivals`). `predict` and
+the functions beside it work with any of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,19 @@ from laplace.likelihoods import Likelihood
 from laplace.linalg.sampling import Draws
 from laplace.network.batches import Inputs, Keys
 from laplace.posterior.posterior import Posterior
+from laplace.predictive.mixtures import Outputs
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.positions import Positions
-from laplace.predictive.queries import Contrasts, Covariances, Functions, Joint, Products, Query, with_covariances
+from laplace.predictive.queries import (
+    Contrasts,
+    Covariances,
+    Functions,
+    Joint,
+    Products,
+    Query,
+    Variances,
+    with_covariances,
+)
 from laplace.predictive.reshape import Reshaper
 
 FEWER = "Ask for fewer draws, or for fewer inputs at a time."
@@ -39,7 +49,7 @@ class Part:
     """
 
     positions: Positions
-    outputs: OutputGaussian | OutputSamples
+    outputs: Outputs
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,14 @@ class Answer:
     def on(self, runs: Iterable[Forward], each: int) -> Iterator[Forward]:
         """Yield the same runs. Each of their rows adds `each` numbers to the result."""
         for run in runs:
-            self.numbers += len(run.outputs) * each * self.each
-            f = run.outputs
-            needed = 2 * f.element_size() * self.numbers  # the parts, and the joined result
-            self.budget.require(needed, f.device, f"an answer of {self.numbers:,} numbers or more", self.instead)
+            self.count(run.outputs, each)
             yield run
+
+    def count(self, f: Tensor, each: int) -> None:  # (N, C)
+        """Add `each` numbers for each of these rows. Refuse a result that would not fit into memory."""
+        self.numbers += len(f) * each * self.each
+        needed = 2 * f.element_size() * self.numbers  # the parts, and the joined result
+        self.budget.require(needed, f.device, f"an answer of {self.numbers:,} numbers or more", self.instead)
 
 
 class Source(Protocol):
@@ -89,8 +102,8 @@ class Source(Protocol):
         ...
 
     @property
-    def n_outputs(self) -> int:
-        """Return the number of outputs, C."""
+    def n_outputs(self) -> int | None:
+        """Return the number of outputs, C. None before the first run of networks that say nothing about it."""
         ...
 
     @property
@@ -121,6 +134,14 @@ def scaled_outputs(source: Source, inputs: Inputs, need: Query, answer: Answer |
     """Yield the outputs as predictions see them: N(f / T, S / T^2) with the softmax temperature T."""
     for part in source.outputs(inputs, need, answer):
         yield Part(part.positions, part.outputs.scaled(1 / source.softmax_temperature))
+
+
+def n_outputs_at(source: Source, inputs: Inputs) -> int:
+    """Return the number of outputs. Runs the source on one of the inputs if that is unknown."""
+    if source.n_outputs is not None:
+        return source.n_outputs
+    first = next(iter(source.outputs(inputs.part(0, 1), Variances())))
+    return first.positions.c
 
 
 class Fitted(Protocol):

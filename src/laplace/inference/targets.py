@@ -12,17 +12,23 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward
+from laplace.checks import all_finite
 from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.network.batches import MASK, Batch
 from laplace.predictive.positions import Positions
 
 
-def counted(forward: Forward, batch: Batch, likelihood: Likelihood) -> tuple[Forward, Targets]:
-    """Return a run and its labels, checked, without the rows that do not count."""
-    labels, kept = labelled_rows(forward.positions, batch, likelihood, forward.outputs.device)
+def counted(forward: Forward, batch: Batch, likelihood: Likelihood) -> tuple[Forward, Targets, Tensor | None]:
+    """Return a run and its labels, checked, without the rows that do not count.
+
+    Last comes the number of the example, within the batch, that each row belongs to; None if each example is one row.
+    """
+    at = forward.positions
+    labels, kept = labelled_rows(at, batch, likelihood, forward.outputs.device)
+    of = torch.arange(at.n * at.count) if kept is None else kept
     forward = forward if kept is None else forward.counting(kept)
-    return forward, checked(forward.outputs, labels, likelihood)
+    return forward, checked(forward.outputs, labels, likelihood), of // max(at.count, 1) if at.several else None
 
 
 def labelled_rows(
@@ -64,7 +70,7 @@ def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
 
 def check_finite(f: Tensor, what: str, rows_each: int = 1, start: int = 0) -> None:
     """Refuse NaN and infinity, naming the examples. They are counted from `start`, with `rows_each` rows each."""
-    if not f.sum().isfinite() and not f.isfinite().all():
+    if not all_finite(f):
         rows = sorted({start + row // rows_each for row in (~f.isfinite()).any(1).nonzero().flatten().tolist()})
         raise InputError(
             f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."

@@ -9,6 +9,7 @@ its properties. Setting a value never changes one that somebody else holds: the 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from laplace.checks import one_positive, positive, shown
 from laplace.errors import LaplaceError, NotFittedError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
+from laplace.linalg.one_number import OneNumber
 from laplace.posterior.posterior import Fit, Posterior
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
@@ -103,14 +105,14 @@ def posterior(la: Holder) -> Posterior:
     values = la.values
     if values.fit is None:
         raise NotFittedError("this posterior has seen no data. Call la.fit(train_loader) first.")
-    new, cache = Posterior(values.fit, values.prior, values.sigma, values.temperature), values.cache
-    if new.needs_grad and torch.is_grad_enabled():
-        return new  # its graph belongs to the caller
-    made_of = (new.fit, new.prior, new.sigma, new.temperature)
-    versions = tuple(t._version for t in (*new.prior.tensors, new.sigma))
-    same = cache.versions == versions and all(a is b for a, b in zip(cache.made_of, made_of, strict=False))
+    cache, made_of = values.cache, (values.fit, values.prior, values.sigma, values.temperature)
+    tensors = (*values.prior.tensors, values.sigma)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return Posterior(*made_of)  # its graph belongs to the caller
+    versions = tuple(t._version for t in tensors)
+    same = cache.versions == versions and all(map(operator.is_, cache.made_of, made_of))
     if cache.posterior is None or not same:
-        cache.made_of, cache.versions, cache.posterior = made_of, versions, new.detached()
+        cache.made_of, cache.versions, cache.posterior = made_of, versions, Posterior(*made_of).detached()
         _notice_clipped(la.runner, cache.posterior)
     return cache.posterior
 
@@ -178,9 +180,10 @@ def set_prior(la: Holder, value: Prior) -> None:
 def prior_precision(la: Holder) -> Tensor:
     """Return a scalar, one value per parameter tensor, or one per weight. Setting it needs no refit.
 
-    Of a prior of another kind see `prior`, `prior.hyperparameters` and `prior_precision_diag`.
+    A scalar can be indexed as a vector of one number: `la.prior_precision[0]`. Of a prior of another kind see `prior`,
+    `prior.hyperparameters` and `prior_precision_diag`.
     """
-    return _gaussian_prior(la).precision
+    return OneNumber.of(_gaussian_prior(la).precision)
 
 
 def set_prior_precision(la: Holder, value: float | Tensor) -> None:
@@ -241,7 +244,7 @@ def sigma_noise(la: Holder) -> Tensor:
     One number, or one per output. Of a vector, fit takes in the relation of the outputs' noise to each other; after
     that, one number sets the level of all (their geometric mean), and so does tuning.
     """
-    return la.runner.spec.likelihood.noise_at(la.values.sigma)
+    return OneNumber.of(la.runner.spec.likelihood.noise_at(la.values.sigma))
 
 
 def set_sigma_noise(la: Holder, value: float | Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -39,6 +39,8 @@ else:
 
 __all__ = ["LaplaceCallback", "LaplaceModule"]
 
+_OF_NETWORK = ("subset_of_weights", "subnetwork_indices", "last_layer_name")  # which only the network can tell
+
 
 class LaplaceCallback(Callback):
     """Fit a posterior when training ends, tune it, calibrate it on the validation data, and save it.
@@ -52,6 +54,8 @@ class LaplaceCallback(Callback):
         tune: A method of `la.tune`; None leaves the prior as it is.
         calibrate: Whether to call `la.calibrate` on the validation data, if there is any.
         path: A file to which the posterior is saved.
+        unpack: A function that makes (x, y) of a batch, as `training_step` does: lambda batch: (batch["image"],
+            batch["label"]). Batches are taken as `Laplace.fit` takes them if left out.
         **laplace_options: Further options of `Laplace`.
 
     Attributes:
@@ -68,6 +72,7 @@ class LaplaceCallback(Callback):
         tune: str | None = "auto",
         calibrate: bool = True,
         path: str | os.PathLike[str] | None = None,
+        unpack: Callable[[Any], tuple[Any, Any]] | None = None,
         **laplace_options: Any,
     ) -> None:
         if module is not None and not isinstance(module, str):
@@ -76,7 +81,9 @@ class LaplaceCallback(Callback):
         self.calibrate = flag(calibrate, "calibrate")
         self.path = None if path is None else path_of(path, "path")
         self.laplace_options = laplace_options
-        Laplace(nn.Linear(1, 1), likelihood, **laplace_options)  # wrong options are refused before training
+        self.unpack = _function_or_none(unpack)
+        known = {name: value for name, value in laplace_options.items() if name not in _OF_NETWORK}
+        Laplace(nn.Linear(1, 1), likelihood, **known)  # wrong options are refused before training
         self.tuned: Tuned | None = None
         self.calibrated: Any = None
         self._laplace: Laplace | None = None
@@ -100,12 +107,12 @@ class LaplaceCallback(Callback):
             pl_module: The trained LightningModule.
         """
         la = Laplace(self._network(pl_module), self.likelihood, **self.laplace_options)
-        la.fit(_one(trainer.train_dataloader, "training"))
+        la.fit(_unpacked(_one(trainer.train_dataloader, "training"), self.unpack))
         if self.tune is not None:
             self.tuned = la.tune(method=self.tune)
         validation = _validation_data(trainer) if self.calibrate else None
         if validation is not None:
-            self.calibrated = la.calibrate(_one(validation, "validation"))
+            self.calibrated = la.calibrate(_unpacked(_one(validation, "validation"), self.unpack))
         if self.path is not None and trainer.is_global_zero:
             la.save(self.path)
         self._laplace = la
@@ -135,14 +142,15 @@ class LaplaceModule(LightningModule):
 
     Args:
         la: A fitted `Laplace`.
+        unpack: A function that makes (x, y) of a batch, as that of `LaplaceCallback`; y is not used.
         **options: Of `la.predict`, such as link_approx or n_samples.
     """
 
-    def __init__(self, la: Laplace, **options: Any) -> None:
+    def __init__(self, la: Laplace, unpack: Callable[[Any], tuple[Any, Any]] | None = None, **options: Any) -> None:
         super().__init__()
         if not isinstance(la, Laplace) or not la.is_fitted:
             raise NotFittedError(f"LaplaceModule needs a fitted Laplace; got {shown(la)}. Call la.fit(...) first.")
-        self.la, self.options = la, options
+        self.la, self.unpack, self.options = la, _function_or_none(unpack), options
         self.network = la.model  # so that the Trainer moves it
 
     def forward(self, x: Any) -> Prediction | PredictionAtPositions:
@@ -165,7 +173,32 @@ class LaplaceModule(LightningModule):
             batch_idx: Not used.
             dataloader_idx: Not used.
         """
+        if self.unpack is not None:
+            return self.la.predict(self.unpack(batch)[0], **self.options)
         return self.la.predict([batch], **self.options)
+
+
+class _Unpacked:
+    """The batches of a loader, each made into (x, y)."""
+
+    def __init__(self, loader: Any, unpack: Callable[[Any], tuple[Any, Any]]) -> None:
+        self.loader, self.unpack = loader, unpack
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return map(self.unpack, self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _unpacked(loader: Any, unpack: Callable[[Any], tuple[Any, Any]] | None) -> Any:
+    return loader if unpack is None else _Unpacked(loader, unpack)
+
+
+def _function_or_none(unpack: Any) -> Callable[[Any], Any] | None:
+    if unpack is not None and not callable(unpack):
+        raise OptionError(f"unpack={shown(unpack)} must be a function of a batch that returns (x, y).")
+    return unpack
 
 
 def _validation_data(trainer: Trainer) -> Any:

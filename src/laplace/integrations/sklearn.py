@@ -114,12 +114,17 @@ class _LaplaceEstimator(BaseEstimator):
     def _network(self, x: np.ndarray, y: np.ndarray, n_outputs: int, seed: int) -> nn.Module:
         """Return the trained network, in eval mode."""
         if not flag(self.train, "train"):
-            if not isinstance(self.module, nn.Module):
-                raise OptionError(f"train=False needs module= a trained torch.nn.Module; got {shown(self.module)}.")
-            return self.module
+            trained = getattr(self.module, "module_", None) if _is_skorch(self.module) else self.module
+            if not isinstance(trained, nn.Module):
+                raise OptionError(
+                    "train=False needs module= a trained torch.nn.Module, or a skorch net after its fit; got "
+                    f"{shown(self.module)}."
+                )
+            return trained
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if _is_skorch(self.module):
+                _require_logits(self.module)
                 net: Any = clone(self.module)
                 dtype = np.float32  # skorch's default; a network in float64 is given to us, not to skorch
                 net.fit(x.astype(dtype), y if y.dtype.kind in "iu" else y.astype(dtype))
@@ -162,7 +167,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         module: The network, which returns logits (N, K) for K classes: a `torch.nn.Module` (a copy of it is trained); a
             class or function that makes one, called with (n_features, n_outputs); a skorch net, which is trained by its
             own `fit`, with `criterion=nn.CrossEntropyLoss`; None for a multilayer perceptron.
-        train: Whether to train it. False takes a trained `torch.nn.Module` as it is.
+        train: Whether to train it. False takes a trained `torch.nn.Module`, or a fitted skorch net, as it is.
         hidden_sizes: Of the multilayer perceptron, units in each hidden layer.
         max_epochs: How many times the training data is read.
         batch_size: Examples in a batch.
@@ -239,7 +244,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         module: The network, which returns (N, C) for C targets: a `torch.nn.Module` (a copy of it is trained); a class
             or function that makes one, called with (n_features, n_outputs); a skorch net, which is trained by its own
             `fit`; None for a multilayer perceptron.
-        train: Whether to train it. False takes a trained `torch.nn.Module` as it is.
+        train: Whether to train it. False takes a trained `torch.nn.Module`, or a fitted skorch net, as it is.
         hidden_sizes: Of the multilayer perceptron, units in each hidden layer.
         max_epochs: How many times the training data is read.
         batch_size: Examples in a batch.
@@ -392,6 +397,16 @@ def _require_outputs(model: nn.Module, few: Tensor, n_outputs: int) -> None:
         raise OptionError(
             f"the network gives {came} for {len(few)} examples; ({len(few)}, {n_outputs}) is needed: a logit for each "
             "class, or a number for each target."
+        )
+
+
+def _require_logits(net: Any) -> None:
+    """Refuse a skorch net whose loss takes probabilities: a network that returns logits learns nothing from it."""
+    loss = net.criterion
+    if loss is nn.NLLLoss or isinstance(loss, nn.NLLLoss):
+        raise OptionError(
+            "this skorch net has criterion=NLLLoss, for networks that end with a softmax; a posterior needs logits. "
+            "Write NeuralNetClassifier(..., criterion=nn.CrossEntropyLoss), and leave the softmax out."
         )
 
 

@@ -41,6 +41,7 @@ class Multilabel(Likelihood):
     ignored = IGNORED
     links = BINARY_LINKS
     default_link = "quadrature"
+    drawn_uncertainty = True
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:
         y = shaped_like_outputs(f, y, self.name)

@@ -16,6 +16,8 @@ from laplace.predictive.response import Outputs
 class OneOfSeveral(Likelihood):
     """Base of likelihoods over classes: predictions are class probabilities."""
 
+    drawn_uncertainty = True
+
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
         assert p is not None
         return Classes(probs=p)

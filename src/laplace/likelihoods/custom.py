@@ -5,7 +5,6 @@ Lambda is minus the second derivative at the label, with its negative eigenvalue
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -19,6 +18,7 @@ from laplace.likelihoods.base import Likelihood
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.sampling import Draws
 from laplace.predictive.links import Link, MonteCarlo
+from laplace.predictive.outputs import OutputSamples
 from laplace.predictive.queries import Covariances
 from laplace.predictive.response import Latent, Outputs, Response
 
@@ -166,16 +166,22 @@ class ByAutograd(Likelihood):
         """Return the variance of what the outputs stand for, and zeros: the noise of y is unknown."""
         if p is None:
             return _LATENT.uncertainty(outputs, p, sigma, draws)
-        variance = torch.cat([self.inverse_link(part).var(0) for part in outputs.draws(_seeded(outputs))])
+        how = _seeded(outputs)
+        weights = outputs.weights_of_draws(how)
+        drawn = [OutputSamples(self.inverse_link(part), weights) for part in outputs.draws(how)]
+        variance = torch.cat([part.variance for part in drawn])
         return variance, torch.zeros_like(variance)
 
     def log_predictive(self, outputs: Outputs, p: Tensor | None, y: Tensor, sigma: Tensor) -> Tensor:
         """Return the log of the mean of p(y given f) over draws of f. The draws are seeded, so calls agree."""
-        parts, start = [], 0
-        for drawn in outputs.draws(_seeded(outputs)):
+        parts, start, how = [], 0, _seeded(outputs)
+        weights = outputs.weights_of_draws(how)
+        for drawn in outputs.draws(how):
             rows = y[start : start + drawn.shape[1]]
             start += drawn.shape[1]
-            parts.append(torch.stack([self.log_prob(f, rows) for f in drawn]).logsumexp(0) - math.log(len(drawn)))
+            each = torch.stack([self.log_prob(f, rows) for f in drawn])  # (S, n)
+            shares = each.new_full((len(each),), 1 / len(each)) if weights is None else weights.to(each)
+            parts.append((each + shares.log().unsqueeze(1)).logsumexp(0))
         return torch.cat(parts)
 
     def _negative_hessian(self, f: Tensor, y: Tensor) -> Tensor:  # (N, C, C)

@@ -17,7 +17,7 @@ from laplace.errors import InputError, OptionError
 from laplace.likelihoods.base import Labels, Likelihood, Sums, Targets, finite
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.sampling import Draws, normals_by_example
-from laplace.predictive.outputs import OutputGaussian, lower_root
+from laplace.predictive.outputs import lower_root
 from laplace.predictive.response import Latent, Outputs, Response
 
 
@@ -202,7 +202,7 @@ class GivenNoise(Gaussian):
 
 def _observed(outputs: Outputs, noise: Tensor) -> Distribution:  # (N, C)
     """Return the distribution of f plus independent noise with these variances."""
-    covariance = outputs.covariance if isinstance(outputs, OutputGaussian) else None
+    covariance = outputs.covariance
     if covariance is None or noise.shape[1] == 1:
         return Normal(outputs.mean, (outputs.variance + noise).sqrt())
     return MultivariateNormal(outputs.mean, scale_tril=lower_root(covariance + noise.diag_embed()))

@@ -15,6 +15,7 @@ from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, shaped_like_outputs
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.sampling import Draws, normals_by_example
+from laplace.predictive.mixtures import averaged
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.response import Outputs
 
@@ -77,8 +78,10 @@ class HeteroscedasticGaussian(Likelihood):
 
     def _variances(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
         """Return S_mm and E[exp(s)], (N, C) each."""
-        if isinstance(outputs, OutputGaussian):
-            noise = (outputs.mean + outputs.variance / 2).chunk(2, -1)[1].exp()
-        else:
-            noise = outputs.samples.chunk(2, -1)[1].exp().mean(0)
+        noise = averaged(outputs, _mean_noise, lambda f: f.chunk(2, -1)[1].exp())
         return outputs.variance.chunk(2, -1)[0], noise
+
+
+def _mean_noise(outputs: OutputGaussian) -> Tensor:
+    """Return exp(s + S_ss / 2)."""
+    return (outputs.mean + outputs.variance / 2).chunk(2, -1)[1].exp()

@@ -15,9 +15,10 @@ from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, shaped_like_outputs
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.sampling import Draws, uniforms
-from laplace.predictive.counts import PoissonLogNormal, PoissonMixture
+from laplace.predictive.counts import PoissonLogNormal, PoissonLogNormalMixture, PoissonMixture
 from laplace.predictive.links import Link, MonteCarlo
-from laplace.predictive.outputs import OutputGaussian
+from laplace.predictive.mixtures import OutputMixture
+from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.response import Outputs, at_quantiles
 
 
@@ -72,10 +73,13 @@ class Poisson(Likelihood):
         return f.exp()
 
     def distribution(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, link: str = "") -> Distribution:
-        """Return the Poisson distribution averaged over N(f, S) by quadrature, or over the draws."""
+        """Return the Poisson distribution averaged over N(f, S) by quadrature, over the draws, or over a mixture."""
         if isinstance(outputs, OutputGaussian):
             return PoissonLogNormal(outputs.mean, outputs.variance)
-        return PoissonMixture(outputs.samples.permute(1, 2, 0))
+        if isinstance(outputs, OutputSamples) and outputs.weights is None:
+            return PoissonMixture(outputs.samples.permute(1, 2, 0))
+        f, variance, weights = (t.movedim(0, -1) for t in _components(outputs))
+        return PoissonLogNormalMixture(f, variance, weights)
 
     def quantiles(self, outputs: OutputGaussian, z: Tensor) -> Tensor:
         return self.inverse_link(at_quantiles(outputs, z))
@@ -84,6 +88,34 @@ class Poisson(Likelihood):
         """Return Var[rate] and E[rate], (N, C) each. Their sum is the variance of y."""
         assert p is not None
         if isinstance(outputs, OutputGaussian):
-            rate = mean_rate(outputs.mean, outputs.variance)
-            return rate * (rate * torch.expm1(outputs.variance)), p
-        return outputs.samples.exp().var(0), p
+            return _variance_of_rate(outputs.mean, outputs.variance), p
+        if isinstance(outputs, OutputSamples) and outputs.weights is None:
+            return outputs.samples.exp().var(0), p
+        f, variance, weights = _components(outputs)
+        rates = mean_rate(f, variance)
+        between = (rates - (weights * rates).sum(0)).square()
+        return (weights * (_variance_of_rate(f, variance) + between)).sum(0), p
+
+
+def _variance_of_rate(f: Tensor, variance: Tensor) -> Tensor:
+    """Return (exp(S) - 1) exp(2 f + S)."""
+    rate = mean_rate(f, variance)
+    return rate * (rate * torch.expm1(variance))
+
+
+def _components(outputs: OutputSamples | OutputMixture) -> tuple[Tensor, Tensor, Tensor]:  # (K, N, C) each
+    """Return means, variances and weights of the Gaussians in a mixture. A single value has the variance 0."""
+    if isinstance(outputs, OutputSamples):
+        f = outputs.samples
+        weights = f.new_full((len(f),), 1 / len(f)) if outputs.weights is None else outputs.weights.to(f)
+        return f, torch.zeros_like(f), weights.reshape(-1, 1, 1).expand_as(f)
+    found = []
+    for member, weight in zip(outputs.members, outputs.weights, strict=True):
+        if isinstance(member, OutputSamples):
+            f, variance, within = _components(member)
+        else:
+            f, variance = member.mean.unsqueeze(0), member.variance.unsqueeze(0)
+            within = torch.ones_like(f)
+        found.append((f, variance, weight.to(f) * within))
+    f, variance, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return f, variance, weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -15,9 +15,14 @@ _callers: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("callers_
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@contextmanager
-def plain() -> Iterator[None]:
+def plain() -> AbstractContextManager[None]:
     """Turn off inference mode, whose tensors must not be cached, and autocast, which would round our sums."""
+    nothing = not torch.is_inference_mode_enabled() and not any(map(torch.is_autocast_enabled, _DEVICES))
+    return nullcontext() if nothing else _plain()
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
     cast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
     token = _callers.set(cast) if cast else None
     with ExitStack() as stack:
@@ -31,9 +36,13 @@ def plain() -> Iterator[None]:
                 _callers.reset(token)
 
 
-@contextmanager
-def as_called() -> Iterator[None]:
+def as_called() -> AbstractContextManager[None]:
     """Restore the autocast that the caller of `plain` had. Used around the network."""
+    return _as_called() if _callers.get() else nullcontext()
+
+
+@contextmanager
+def _as_called() -> Iterator[None]:
     with ExitStack() as stack:
         for device, dtype in _callers.get():
             stack.enter_context(torch.autocast(device, dtype))

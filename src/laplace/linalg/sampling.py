@@ -1,20 +1,24 @@
-"""Draw random numbers that do not depend on how the data was cut into batches.
+"""Draw random numbers that do not depend on how the data was cut into batches, or dealt out over processes.
 
-Numbers of examples are drawn as integers, example by example, so that one generator gives example n the same numbers
-in whatever batch it is. (`torch.randn` draws in blocks, and does not.) Draws of outputs are cheaper: all examples share
-the same quasi-random numbers, which cover the Gaussian more evenly than independent ones would.
+In a fit, the numbers of an example are a hash of a seed and of the example's place in the data (`Keyed`), so that it
+has the same ones in whatever batch, and on whatever process. From a plain generator they are drawn as integers, example
+by example. (`torch.randn` draws in blocks.) Draws of outputs are cheaper: all examples share the same quasi-random
+numbers, which cover the Gaussian more evenly than independent ones would.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 _STEPS = 2**31
+_BITS = 32  # random signs from one hash
 _EVEN = 128  # dimensions at most
+_KEPT = 2**16  # most numbers that are kept for the next call
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,99 @@ class Draws:
 
     def seeded(self, device: torch.device) -> Draws:
         """Return draws that are the same in every call: from the generator if there is one, else from seed 0."""
-        return self if self.generator is not None else Draws(self.n, torch.Generator(device).manual_seed(0))
+        if self.generator is not None:
+            return self
+        return SeededDraws(self.n, torch.Generator(device).manual_seed(0), self.apart)
+
+
+@dataclass(frozen=True)
+class SeededDraws(Draws):
+    """Draws from seed 0. The numbers that all examples share are the same each time, and few enough are kept."""
+
+    def shared_normals(self, c: int, like: Tensor) -> Tensor:  # (c, S)
+        if self.n * c > _KEPT:
+            return super().shared_normals(c, like)
+        return _kept_normals(self.n, c, like.device).to(like)
+
+
+@lru_cache(maxsize=16)
+def _kept_normals(n: int, c: int, device: torch.device) -> Tensor:  # (c, n)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode(False):  # whose tensors autograd could not use later
+        return _spread_normals(n, c, torch.empty(0, device=device), generator).mT.contiguous()
+
+
+class Keyed(torch.Generator):
+    """Gives each row of a batch random numbers that depend on nothing but a seed and the row's key.
+
+    It is a generator, too, for draws that are not made here (a likelihood of the user's). Those depend on the batch.
+
+    Args:
+        seed: of a fit.
+        rows: one key for each row, (n,) integers.
+    """
+
+    rows: Tensor
+
+    def __new__(cls, seed: int, rows: Tensor) -> Keyed:
+        """Make a generator on the CPU."""
+        return super().__new__(cls)
+
+    def __init__(self, seed: int, rows: Tensor) -> None:
+        self.rows = mixed(mixed(torch.tensor(seed)) + rows)
+        self.manual_seed(int(self.rows[0]) & (2**62 - 1) if len(rows) else seed)
+
+    def hashes(self, count: int, device: torch.device) -> Tensor:  # (n, count)
+        """Return random integers of 64 bits for every row."""
+        steps = torch.arange(1, count + 1, device=device) * _GOLDEN
+        return mixed(self.rows.to(device).unsqueeze(1) + steps)
+
+
+_GOLDEN, *_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of SplitMix64, signed
+
+
+def mixed(keys: Tensor) -> Tensor:
+    """Return a hash of each 64-bit integer (SplitMix64): neighbours have unrelated hashes."""
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        keys = (keys ^ _shifted(keys, shift)) * factor
+    return keys ^ _shifted(keys, 31)
+
+
+def _shifted(keys: Tensor, bits: int) -> Tensor:
+    """Return keys >> bits of unsigned integers, which torch does not have."""
+    return (keys >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def rows_keyed(
+    places: Tensor,  # (n,), of examples
+    of: Tensor | None,  # (M,), the example of each row, ascending; None if each example has one row
+) -> Tensor:  # (n,) or (M,)
+    """Return the key of each row: the place of its example, and which of the example's rows it is."""
+    if of is None:
+        return places
+    of = of.cpu()
+    first = torch.searchsorted(of, of)  # of each row's example
+    return mixed(places[of]) + torch.arange(len(of)) - first
 
 
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return Rademacher signs, (k, n, c)."""
-    bits = torch.randint(2, (n, k, c), generator=generator, device=_device(like, generator))
+    if isinstance(generator, Keyed):
+        words = generator.hashes(-(-k * c // _BITS), like.device).unsqueeze(2) >> torch.arange(
+            _BITS, device=like.device
+        )
+        bits = (words & 1).flatten(1)[:, : k * c].unflatten(1, (k, c))
+    else:
+        bits = torch.randint(2, (n, k, c), generator=generator, device=_device(like, generator))
     return (2 * bits - 1).to(like).transpose(0, 1)
 
 
 def uniforms(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return uniform numbers strictly between 0 and 1 in float64, (k, n, c)."""
-    steps = torch.randint(_STEPS, (n, k, c), generator=generator, device=_device(like, generator))
+    if isinstance(generator, Keyed):
+        steps = (generator.hashes(k * c, like.device) & (_STEPS - 1)).unflatten(1, (k, c))
+    else:
+        steps = torch.randint(_STEPS, (n, k, c), generator=generator, device=_device(like, generator))
     return ((steps.double() + 0.5) / _STEPS).to(like.device).transpose(0, 1)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.errors import NumericalError, warn
-from laplace.linalg.conditioning import float32_decomposition_suffices
+from laplace.linalg.conditioning import least_in_float32, may_exceed
 
 EIGH = 6.0  # cost of an eigendecomposition, in multiplications per D^3
 SYMMETRIC = 0.6  # cost of `gram`, as a share of the full product
@@ -156,14 +156,17 @@ def eigh(
     d, single = matrix.shape[-1], matrix.shape[:-2].numel() == 1
     constant = d > 1 and single and _rows_sum_to_zero(matrix, dtype)
     work = matrix.double() if d <= _PRECISE or matrix.dtype == torch.float64 else matrix.to(dtype)
+    decompose = _eigh_without_constant if constant else spectrum
+    found = None
     if d > _WIDE and single and not ties and dtype == torch.float32:
-        rounded = work.float()
-        work = rounded if float32_decomposition_suffices(rounded.reshape(d, d), constant) else work
-    if constant:
-        values, vectors = _eigh_without_constant(work.reshape(d, d))
-        values, vectors = values.reshape(matrix.shape[:-1]), vectors.reshape(matrix.shape)
-    else:
-        values, vectors = spectrum(work)
+        rounded = work.float().reshape(d, d)
+        least = least_in_float32(rounded)
+        if may_exceed(rounded, least, constant):
+            found = decompose(rounded)
+            found = found if found[0][int(constant)] >= least else None
+    if found is None:
+        found = decompose(work.reshape(d, d) if single else work)
+    values, vectors = found[0].reshape(matrix.shape[:-1]), found[1].reshape(matrix.shape)
     values, clipped = clip(values, dtype)
     if ties:
         ground = _APART**2 if work.dtype == torch.float64 else 1.0  # float32 sums have one rounding error for all

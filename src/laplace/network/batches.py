@@ -12,13 +12,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from tqdm.auto import tqdm
 
 from laplace.checks import shown
 from laplace.errors import InputError, LaplaceError, MissingKeyError, ModelError, OptionError
@@ -26,6 +24,7 @@ from laplace.linalg.autocast import as_called
 from laplace.network.arrays import as_tensors, dtype_of, is_array
 from laplace.network.graphs import arguments_of, is_graph, labels_in
 from laplace.network.loaders import ArrayBatches, dataloader_of, is_pair
+from laplace.network.progress import with_bar
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
 from laplace.network.watching import EXAMPLES, is_unwatched, watch
@@ -69,6 +68,11 @@ class Inputs:
     keys: Keys = field(default_factory=Keys)
     pairs: bool = False  # whether tensors hold pairs, (B, 2, ...), and the output is their difference
     shared: frozenset[int] | None = None  # indices of tensors that all examples share; None if unknown
+
+    @classmethod
+    def of(cls, x: Any, kwargs: Mapping[str, Any], keys: Keys, pairs: bool = False) -> Inputs:
+        """Return the inputs of a call. A single tensor is known to belong to the examples."""
+        return cls(x, kwargs, keys, pairs, frozenset() if isinstance(x, Tensor) and not kwargs else None)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """Return the inputs with f applied to every tensor, keyword arguments included."""
@@ -287,17 +291,18 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
             f"batch {index} is a {type(batch).__name__}{length}. A batch is a pair (x, y), or {_form(keys)}, or a "
             "mapping with the labels under dict_key_y; several inputs go into a tuple: ((x1, x2), y)."
         )
-    x = as_tensors(x, dtype_of(model))
-    y, given = as_tensors(y), as_tensors(given)
+    x = x if isinstance(x, Tensor) else as_tensors(x, dtype_of(model))
+    y, given = as_tensors(y), as_tensors(given) if given else given
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):
             came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"
             raise InputError(f"the {what} of batch {index} {came}; a tensor is needed: torch.as_tensor(...).")
-    inputs = Inputs(x, keys=keys, pairs=keys.pairs)
+    inputs = Inputs.of(x, {}, keys, keys.pairs)
     if keys.pairs and any(t.dim() < 2 or t.shape[:2] != (*y.shape[:1], 2) for t in _inputs_of(x, keys, model)):
         raise InputError(
             f"batch {index} has {described(x, {})} for {len(y)} labels; preferences are between the two inputs of "
-            "pairs, (B, 2, ...): torch.stack([first, second], 1)."
+            "pairs, (B, 2, ...): torch.stack([first, second], 1). A network that returns the scores of both inputs, "
+            "(B, 2), is a classifier: take likelihood='classification'."
         )
     if keys.pairs and isinstance(x, Mapping):
         inputs = replace(inputs, x=_read(model, x, keys))
@@ -324,7 +329,9 @@ def _read(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> dict[str,
     return {key: value for key, value in mapping.items() if key not in apart}
 
 
-def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool, what: str) -> Iterator[Batch]:
+def training_batches(
+    loader: Iterable[Any], model: nn.Module, keys: Keys, progress: bool | None, what: str
+) -> Iterator[Batch]:
     """Yield the batches of a loader on the network's device. Skips empty batches.
 
     Each batch is valid only until the next one is read.
@@ -348,10 +355,11 @@ def training_batches(loader: Iterable[Any], model: nn.Module, keys: Keys, progre
     if is_pair(loader):
         loader = ArrayBatches(*loader)
     device = device_of(model)
-    for index, batch in enumerate(_bar(loader, progress, what)):
+    for index, batch in enumerate(with_bar(loader, progress, what)):
         found = split(batch, keys, index, model)
         if found.y.shape[:1] != (0,):
-            if found.inputs.tensors() and all(t.shape[:1] == (0,) for t in found.inputs.tensors()):
+            given = found.inputs.tensors()
+            if given and all(t.shape[:1] == (0,) for t in given):
                 raise InputError(f"batch {index}: {len(found.y)} labels for 0 inputs.")
             yield _read_in(found, device)
 
@@ -363,7 +371,7 @@ def _read_in(batch: Batch, device: torch.device) -> Batch:
     tensors. They are small, so we always copy them. Inputs are copied by whoever keeps them.
     """
     given = {key: value.to(device, copy=True) for key, value in batch.given.items()}
-    return replace(batch, inputs=batch.inputs.to(device), y=batch.y.to(device, copy=True), given=given)
+    return Batch(batch.index, batch.inputs.to(device), batch.y.to(device, copy=True), given)
 
 
 def given_by_name(x: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -376,7 +384,7 @@ def given_by_name(x: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def prediction_batches(
-    x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool, what: str = "batch"
+    x: Any, keys: Keys, kwargs: Mapping[str, Any], progress: bool | None, what: str = "batch"
 ) -> Iterator[tuple[str, Inputs]]:
     """Yield the inputs in `x`, which is one batch or a loader.
 
@@ -385,21 +393,16 @@ def prediction_batches(
     """
     x = dataloader_of(x, "predict")
     if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x) or is_graph(x):
-        yield "", Inputs(x, kwargs, keys)
+        yield "", Inputs.of(x, kwargs, keys)
         return
     if not isinstance(x, Iterable):
         raise InputError(
             f"x is a {type(x).__name__}; a tensor, an array, a DataFrame, a mapping, a tuple of inputs or a DataLoader "
             "is needed."
         )
-    for index, batch in enumerate(_bar(x, progress, "predict")):
+    for index, batch in enumerate(with_bar(x, progress, "predict")):
         one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given) and not is_array(batch)
         yield f"{what} {index}", Inputs(batch[0] if one else batch, kwargs, keys)
-
-
-def _bar(loader: Iterable[Any], progress: bool, what: str) -> Iterable[Any]:
-    total = length_hint(loader, 0) or None  # a loader over an iterable dataset has a len() that fails
-    return tqdm(loader, desc=what, total=total, disable=not progress, unit="batch", leave=False)
 
 
 def described(x: Any, kwargs: Mapping[str, Any]) -> str:

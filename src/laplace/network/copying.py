@@ -17,15 +17,15 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-_LONG = 512  # longer containers without modules are shared, not copied (vocabularies)
+LONG = 512  # longer containers without modules are shared, not copied (vocabularies)
 _MOST = 5_000  # most objects inspected for one replica: a network may hold a whole trainer, or its data
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is written in Python
 
-_ATOMS: Final = frozenset(
+ATOMS: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type, range, slice, property, BuiltinFunctionType, ModuleType,
      torch.Size, torch.dtype, torch.device, torch.Generator}
 )  # fmt: skip
-_FLAT: Final = _ATOMS | {Tensor}
+_FLAT: Final = ATOMS | {Tensor}
 _FROZEN: Final = (tuple, frozenset)
 _MAPPINGS: Final = (OrderedDict, defaultdict, dict)  # subclasses of dict first
 _CONTAINERS: Final = (*_MAPPINGS, list, set, deque, *_FROZEN)
@@ -50,6 +50,19 @@ class Copies:
         self._dead_ends: dict[int, Any] = {}  # values that lead to no module
         self._looked = 0
 
+    @property
+    def complete(self) -> bool:
+        """Whether everything was looked at that may lead to a module."""
+        return self._looked <= _MOST
+
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        """Return everything that has a copy, with its copy."""
+        return self._memo.values()
+
+    def dead_ends(self) -> Iterable[Any]:
+        """Return everything that was looked at and leads to no module, so that the copy shares it."""
+        return self._dead_ends.values()
+
     def put(self, value: object, copied: Value) -> Value:
         """Record the copy of a value, and return the copy."""
         self._memo[id(value)] = value, copied
@@ -63,7 +76,7 @@ class Copies:
     def of(self, value: Any) -> Any:
         """Return the value with every module in it replaced by its copy."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         found = self._memo.get(id(value))
         if found is not None:
@@ -72,16 +85,17 @@ class Copies:
             return found[1]
         if kind is Tensor:
             return value
-        if kind in (dict, OrderedDict) and len(value) <= _LONG:
+        if kind in (dict, OrderedDict) and len(value) <= LONG:
             mapping = self.put(value, kind())
             for key, item in tuple(value.items()):
-                mapping[key if type(key) is str else self.of(key)] = self.of(item)
+                key = key if type(key) is str else self.of(key)
+                mapping[key] = item if type(item) in ATOMS else self.of(item)
             return mapping
         if kind in weakref.ProxyTypes:
             return weakref.proxy(self._held(_target(value))) if self._leads(value) else value
         if isinstance(value, nn.Module):
             return self._module(value, self)
-        if (kind in _CONTAINERS or kind is Counter) and len(value) <= _LONG:
+        if (kind in _CONTAINERS or kind is Counter) and len(value) <= LONG:
             return self._object(value)
         return self._opaque(value) if self._leads(value) else value
 
@@ -113,6 +127,8 @@ class Copies:
         if isinstance(value, _FROZEN):
             base: Any = tuple if isinstance(value, tuple) else frozenset
             clone = base.__new__(kind, [self.of(item) for item in value])
+            if kind not in _FROZEN:
+                self.put(value, clone)
         else:
             base = next((base for base in (*_CONTAINERS, SimpleNamespace) if isinstance(value, base)), object)
             clone = self.put(value, base.__new__(kind))
@@ -157,7 +173,7 @@ class Copies:
         stack = [value]
         while stack:
             one = stack.pop()
-            if type(one) in _ATOMS or id(one) in seen or id(one) in self._dead_ends:
+            if type(one) in ATOMS or id(one) in seen or id(one) in self._dead_ends:
                 continue
             if id(one) in memo or isinstance(one, nn.Module):
                 return True
@@ -165,12 +181,12 @@ class Copies:
             if self._looked > _MOST:
                 return False
             seen[id(one)] = one
-            stack.extend(_next(one))
+            stack.extend(held_by(one))
         self._dead_ends |= seen
         return False
 
 
-def _next(value: Any) -> Iterable[Any]:
+def held_by(value: Any) -> Iterable[Any]:
     """Return what a value holds, one step away."""
     kind = type(value)
     if kind in weakref.ProxyTypes:
@@ -180,6 +196,8 @@ def _next(value: Any) -> Iterable[Any]:
     if isinstance(value, FunctionType):
         cells = (_content(cell) for cell in value.__closure__ or ())
         return (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    if isinstance(value, CellType):
+        return (_content(value),)
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, weakref.ref):
@@ -197,7 +215,7 @@ def _entries(value: Any) -> Iterable[Any]:
     if isinstance(value, defaultdict):
         return (value.default_factory, *value.keys(), *value.values())
     entries = (*value.keys(), *value.values()) if isinstance(value, dict) else tuple(value)
-    return () if len(entries) > _LONG and set(map(type, entries)) <= _ATOMS else entries
+    return () if len(entries) > LONG and set(map(type, entries)) <= ATOMS else entries
 
 
 def _attributes(value: Any) -> Iterator[Any]:

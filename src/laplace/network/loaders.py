@@ -62,6 +62,11 @@ def training_data(
     if not isinstance(override, (bool, np.bool_)) and (inputs or isinstance(override, Tensor) or is_array(override)):
         if y is not None:
             raise OptionError("la.fit got labels twice, as second argument and as y=; give them once.")
+        if not inputs:
+            raise OptionError(
+                f"override={shown(override)}; it is True or False. A {type(loader).__name__} has its own labels; write "
+                "la.fit(x, y) if these are the labels of all data, with all inputs before them."
+            )
         y, override = override, True
     if y is None:
         return loader_of(dataloader_of(loader, "train"), collate_fn, batch_size), override

@@ -1,8 +1,8 @@
 """Copy the tree of modules around the same tensors, so that the user's network is never touched.
 
-The replica has its own hooks, flags and training mode, and shares the memory of every parameter and buffer. It is made
-anew for each call (microseconds per module), so that it is never out of date, and dropped afterwards. So there is
-nothing to restore after an exception, and other threads may use the network meanwhile.
+The replica has its own hooks, flags and training mode, and shares the memory of every parameter and buffer. So there is
+nothing to restore after an exception, and other threads may use the network meanwhile. It is made anew for each call
+(microseconds per module), or kept as long as nothing has changed: see `kept.py`.
 
 Modules are copied wherever they are kept: in attributes, containers, objects, functions and weak references. What
 cannot be copied (a global variable, an object with a destructor) still leads to the user's own modules. The first run
@@ -22,7 +22,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from laplace.errors import ModelError
-from laplace.network.copying import Copies
+from laplace.network.copying import ATOMS, Copies
 
 UNWATCHED = "_laplace_unwatched"  # on a replica whose first run must be watched: the original network
 _ELSEWHERE = "_laplace_elsewhere"  # on modules of a replica that keep a parameter in other places than its attribute
@@ -37,6 +37,13 @@ def replicate(model: nn.Module, tracked: Collection[str] = (), written: Collecti
     Only the `tracked` parameters require grad, and nothing ever reaches the user's `.grad`. Tensors that the network
     writes to get memory of their own. So do tensors made in inference mode, which autograd cannot use.
     """
+    return replica_and_copies(model, tracked, written)[0]
+
+
+def replica_and_copies(
+    model: nn.Module, tracked: Collection[str] = (), written: Collection[str] | None = None
+) -> tuple[nn.Module, Copies]:
+    """Return a replica and all copies that were made for it."""
     model = unwrap(model)
     written = known_writes.get(model) if written is None else written
     copies, apart = Copies(_copy_module), written or ()
@@ -53,7 +60,7 @@ def replicate(model: nn.Module, tracked: Collection[str] = (), written: Collecti
         replica.__dict__[_HELD] = copies.held
     if written is None and not isinstance(replica, ScriptModule):
         replica.__dict__[UNWATCHED] = model
-    return replica
+    return replica, copies
 
 
 def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,9 +121,9 @@ def _copy_module(module: nn.Module, copies: Copies) -> nn.Module:
             raise ModelError("a scripted module is in training mode, and we must not change it: call model.eval().")
         return module
     clone = copies.put(module, module.__class__.__new__(module.__class__))
-    own, elsewhere = clone.__dict__, copies.elsewhere
+    own, elsewhere, of = clone.__dict__, copies.elsewhere, copies.of
     for key, item in tuple(module.__dict__.items()):
-        own[key] = copies.own(item) if key == "_parameters" else copies.of(item)
+        own[key] = item if type(item) in ATOMS else copies.own(item) if key == "_parameters" else of(item)
     if isinstance(module, nn.RNNBase):  # its list of weights follows its attributes
         copies.elsewhere = elsewhere
     own["training"] = False

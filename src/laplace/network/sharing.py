@@ -39,7 +39,9 @@ class Sharing:
         """
         tensors = inputs.tensors()
         if len(tensors) < 2 or inputs.shared is not None or is_graph(inputs.x):
-            return replace(inputs, shared=inputs.shared or frozenset())
+            return inputs if inputs.shared is not None else replace(inputs, shared=frozenset())
+        if all(t.shape[:1] == (1,) for t in tensors):  # one example: nothing is cut apart
+            return replace(inputs, shared=frozenset())
         names = tuple(inputs.x) if isinstance(inputs.x, Mapping) else ()
         key = (inputs.pairs, names, tuple(inputs.kwargs), *(t.dim() for t in tensors))
         if key in self._known:

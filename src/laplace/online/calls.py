@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from laplace.checks import choice, flag, generator_or_none, one_positive, path_of, shown, whole_number
+from laplace.checks import choice, flag, flag_or_none, generator_or_none, one_positive, path_of, shown, whole_number
 from laplace.curvature import Estimator
+from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
+from laplace.inference.shared import divided, require_same_values
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.online.training import Schedule, Training, TrainingData
@@ -52,7 +54,7 @@ def marglik_training(
     sigma_noise_init: float | Tensor = 1.0,
     temperature: float = 1.0,
     fix_sigma_noise: bool = False,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     enable_backprop: bool = False,
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
@@ -63,6 +65,7 @@ def marglik_training(
     keep_best: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     generator: torch.Generator | None = None,
+    group: Group = OWN,
     **options: Unpack[TrainingOptions],
 ) -> tuple[Laplace, nn.Module, list[float], list[float]]:
     """Train `model` in place, and tune prior precision and noise by the evidence during training.
@@ -94,7 +97,7 @@ def marglik_training(
         sigma_noise_init: The noise to start with, for regression.
         temperature: The temperature of the likelihood, as in `Laplace`.
         fix_sigma_noise: Whether the noise stays at its start value.
-        progress_bar: Whether to show a progress bar.
+        progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
         enable_backprop: Whether gradients flow from predictions to the inputs, as in `Laplace`.
         dict_key_x: The key of the inputs in batches that are mappings, as in `Laplace`.
         dict_key_y: The key of the labels in batches that are mappings, as in `Laplace`.
@@ -106,6 +109,9 @@ def marglik_training(
         checkpoint: A file that is written after each epoch. If it exists, the same call continues from it. Other
             settings are refused; for the data, only the number of examples is compared.
         generator: The random generator of curvature 'mc' and 'sketch'.
+        group: The process group whose ranks train together, each on its own part of the data: gradients are averaged
+            over the examples of all ranks (by `DistributedDataParallel`, if the network is in it), and the evidence is
+            that of all data. None trains on this process alone.
         **options: Further options of `Laplace`: those of the structure, of the curvature and of the weights,
             `prior_mean`, `class_dim` and `memory_budget`.
 
@@ -135,7 +141,7 @@ def marglik_training(
         **options,
     )
     keep_best, fix_sigma_noise = flag(keep_best, "keep_best"), flag(fix_sigma_noise, "fix_sigma_noise")
-    progress_bar = flag(progress_bar, "progress_bar")
+    progress_bar = flag_or_none(progress_bar, "progress_bar")
     checkpoint = None if checkpoint is None else path_of(checkpoint, "checkpoint")
     schedule = Schedule(
         _checked_prior_structure(prior_structure, la),
@@ -150,7 +156,9 @@ def marglik_training(
             f"training reads the data once per epoch, and a {type(train_loader).__name__} can be read only once. Give "
             "a DataLoader or a list of batches."
         )
-    la.runner.notice_processes(training=True)
+    reduce = reduce_over(group, la.runner.spread, train_loader)
+    if group is OWN:
+        la.runner.notice_processes(training=True)
     _check_makers(optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
     if not any(map(schedule.is_due, range(1, whole_number(n_epochs, "n_epochs") + 1))):
         warn(
@@ -159,17 +167,24 @@ def marglik_training(
         )
     optimizer = optimizer_cls((p for p in model.parameters() if p.requires_grad), **_without_decay(optimizer_kwargs))
     scheduler = scheduler_cls(optimizer, **dict(scheduler_kwargs or {})) if scheduler_cls is not None else None
-    data = TrainingData(train_loader, la)
-    compared = _comparable(optimizer_kwargs, "optimizer") | _comparable(scheduler_kwargs, "scheduler")
-    compared |= {"prior_prec_init": _listed(prior_prec_init), "fix_sigma_noise": bool(fix_sigma_noise)}
-    compared |= {"sigma_noise_init": _listed(sigma_noise_init)}
-    training = Training(la, data, optimizer, scheduler, schedule, generator_or_none(generator), compared)
     was_training = model.training
-    try:
-        training.run(whole_number(n_epochs, "n_epochs"), checkpoint, progress_bar, keep_best)
-    finally:
-        model.train(was_training)
-    la.fit(train_loader, generator=generator)
+    group = None if group is OWN else group
+    with reduce.session():
+        if reduce.size > 1:
+            train_loader = divided(train_loader, reduce, la.runner).loader
+            require_same_values(la.model, None, reduce)
+        data = TrainingData(train_loader, la, reduce)
+        compared = _comparable(optimizer_kwargs, "optimizer") | _comparable(scheduler_kwargs, "scheduler")
+        compared |= {"prior_prec_init": _listed(prior_prec_init), "fix_sigma_noise": bool(fix_sigma_noise)}
+        compared |= {"sigma_noise_init": _listed(sigma_noise_init)}
+        network = la.model if la.runner.wrapped is None else model
+        parts = (schedule, generator_or_none(generator), compared, network, reduce, group)
+        training = Training(la, data, optimizer, scheduler, *parts)
+        try:
+            training.run(whole_number(n_epochs, "n_epochs"), checkpoint, progress_bar, keep_best)
+        finally:
+            model.train(was_training)
+        training.fit()
     return la, model, training.margliks, training.losses
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from tqdm.auto import tqdm
 
 from laplace.checkpoints import training as files
 from laplace.checks import positive
+from laplace.distributed import Reduce, alone
 from laplace.errors import CheckpointError, InputError, LaplaceError, NumericalError, within
 from laplace.inference.targets import checked, labelled_rows
 from laplace.laplace import Laplace
-from laplace.network.batches import Batch, device_of
+from laplace.network.batches import Batch, Inputs, device_of
+from laplace.network.progress import bar
 from laplace.posterior.schema import require_alike
 from laplace.posterior.task_prior import vector_of
 from laplace.predictive.positions import Positions
@@ -60,16 +61,28 @@ class Schedule:
 
 
 class TrainingData:
-    """Holds the training data. Reads it once to count the examples."""
+    """Holds the training data. Reads it once to count the examples, those of all ranks."""
 
-    def __init__(self, loader: Iterable[Any], la: Laplace) -> None:
+    def __init__(self, loader: Iterable[Any], la: Laplace, reduce: Reduce = alone) -> None:
         self.loader, self.la = loader, la
-        self.n, self.first = 0, None
+        self.spare: Batch | None = None  # what a rank runs while others have more batches
+        self.n = sum(reduce.agree(self._count))
+
+    def _count(self) -> int:
+        n = 0
         for batch in self:
-            self.first = self.first or batch.inputs.copied()
-            self.n += len(batch.y)
-        if self.first is None:
+            if self.spare is None:
+                self.spare = replace(batch, inputs=batch.inputs.copied())
+            n += len(batch.y)
+        if self.spare is None:
             raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
+        return n
+
+    @property
+    def first(self) -> Inputs:
+        """Return the inputs of the first batch."""
+        assert self.spare is not None
+        return self.spare.inputs
 
     def __iter__(self) -> Iterator[Batch]:
         return self.la.runner.batches(self.loader, False, "train")
@@ -86,13 +99,15 @@ class Training:
     schedule: Schedule
     generator: torch.Generator | None
     compared: Mapping[str, Any]  # the user's other settings, to compare with a checkpoint's
+    network: nn.Module  # what is called: the network, or the wrapper that adds its gradients over ranks
+    reduce: Reduce = alone
+    group: Any = None
     margliks: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
 
-    def run(self, n_epochs: int, checkpoint: Any, progress_bar: bool, keep_best: bool) -> None:
+    def run(self, n_epochs: int, checkpoint: Any, progress_bar: bool | None, keep_best: bool) -> None:
         """Run the remaining epochs, and keep the last or the best weights and hyperparameters."""
-        assert self.data.first is not None
         layout = self.la.runner.find_weights(self.data.first).layout
         self.la.prior.check(layout, self.la.structure.takes)
         generators = files.generators_of(self.data.loader, self.generator)
@@ -111,27 +126,28 @@ class Training:
                 except Exception as error:  # a file that was made by hand
                     raise files.damaged(checkpoint, f"its random state cannot be set ({error!r})") from error
                 self._restore(state)
-        with tqdm(total=n_epochs, initial=len(self.losses), disable=not progress_bar, unit="epoch") as bar:
+        with bar(progress_bar, total=n_epochs, initial=len(self.losses), unit="epoch") as progress:
             while len(self.losses) < n_epochs:
                 self.losses.append(self._epoch(layout))
                 if self.schedule.is_due(len(self.losses)):
-                    self._fit()
+                    self.fit()
                     self.margliks.append(self.schedule.move(self.la))
                     if keep_best and self.margliks[-1] == max(self.margliks):
                         self.best = copy.deepcopy(self._where())
-                if checkpoint is not None:
+                if checkpoint is not None and self.reduce.rank == 0:
                     state = self._state() | {"settings": settings, "random": files.random_state(generators)}
                     files.save(state, checkpoint)
                 shown = {"loss": self.losses, "evidence": self.margliks}
-                bar.set_postfix({key: values[-1] for key, values in shown.items() if values})
-                bar.update()
+                progress.set_postfix({key: values[-1] for key, values in shown.items() if values}, refresh=False)
+                progress.update()
         if self.best is not None:
             self._go_to(self.best)
 
-    def _fit(self) -> None:
+    def fit(self) -> None:
         """Fit the posterior at the current weights."""
+        self._share_buffers()
         try:
-            self.la.fit(self.data.loader, generator=self.generator)
+            self.la.fit(self.data.loader, generator=self.generator, group=self.group)
         except NumericalError as error:
             raise NumericalError(f"after epoch {len(self.losses)}: {error} {_DIVERGED}") from error
 
@@ -141,29 +157,75 @@ class Training:
         prior, sigma = la.prior.detached(), la.noise_level.detach()
         # Divide by the scale of the loss, so that a learning rate means the same for every noise and temperature.
         unit = la.likelihood.curvature_scale("ggn", sigma) / la.temperature
-        la.model.train()
-        for batch in self.data:
+        self.network.train()
+        for batch, n, everywhere in self._steps():
             self.optimizer.zero_grad()
             with torch.inference_mode(False), torch.enable_grad():
-                loss = -self._log_likelihood(batch, sigma) / la.temperature
-                if not loss.detach().isfinite():
-                    raise NumericalError(
-                        f"epoch {len(self.losses) + 1}, batch {batch.index}: the loss is {float(loss.detach())}. "
-                        + _DIVERGED
-                    )
-                loss = loss + prior.penalty(vector_of(la.model, layout), layout).to(loss) / self.data.n
-                (loss / unit.to(loss)).backward()
+                loss = self._together(batch, sigma)
+                penalty = prior.penalty(vector_of(la.model, layout), layout).to(loss) / self.data.n
+                share = n * self.reduce.size / everywhere  # the mean over ranks is then that over their examples
+                ((share * loss + penalty) / unit.to(loss)).backward()
+            self._add_gradients()
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-            total += float(loss.detach()) * len(batch.y)
-        return total / self.data.n
+            total += float(loss.detach() + penalty.detach()) * n
+        return sum(self.reduce.agree(lambda: total)) / self.data.n
+
+    def _steps(self) -> Iterator[tuple[Batch, int, int]]:
+        """Yield batches, with their size and that on all ranks. A rank without more runs a spare one that counts 0."""
+        unread = iter(self.data)
+        while True:
+            read: list[Batch | None] = []
+
+            def count(read: list[Batch | None] = read) -> int:
+                read.append(next(unread, None))
+                return 0 if read[0] is None else len(read[0].y)
+
+            counts = self.reduce.agree(count)
+            if not sum(counts):
+                return
+            batch = read[0] or self.data.spare
+            assert batch is not None
+            yield batch, counts[self.reduce.rank], sum(counts)
+
+    def _together(self, batch: Batch, sigma: Tensor) -> Tensor:
+        """Return the loss of a batch. A rank that cannot compute it tells the others, before they wait for it."""
+        found: list[Tensor] = []
+
+        def compute() -> None:
+            loss = -self._log_likelihood(batch, sigma) / self.la.temperature
+            if not loss.detach().isfinite():
+                raise NumericalError(
+                    f"epoch {len(self.losses) + 1}, batch {batch.index}: the loss is {float(loss.detach())}. "
+                    + _DIVERGED
+                )
+            found.append(loss)
+
+        self.reduce.agree(compute)
+        return found[0]
+
+    def _add_gradients(self) -> None:
+        """Average the gradients over the ranks, unless the network's wrapper has done so."""
+        if self.reduce.size == 1 or self.network is not self.la.model:
+            return
+        there = {name: p for name, p in self.la.model.named_parameters() if p.requires_grad}
+        own = {name: p.grad for name, p in there.items() if p.grad is not None}
+        for name, total in self.reduce.total(own, device_of(self.la.model)).items():
+            there[name].grad = total / self.reduce.size
+
+    def _share_buffers(self) -> None:
+        """Give all ranks the buffers of the first: running statistics are those of a rank's own batches."""
+        buffers = [*self.la.model.buffers()]
+        if self.reduce.size > 1 and buffers:
+            for own, first in zip(buffers, self.reduce.share(0, [b.cpu() for b in buffers]), strict=True):
+                own.copy_(first)
 
     def _log_likelihood(self, batch: Batch, sigma: Tensor) -> Tensor:
         """Return log p(y given f), the mean over a batch."""
         likelihood = self.la.likelihood
         with within(f"epoch {len(self.losses) + 1}, batch {batch.index}"):
-            f = batch.inputs.call(self.la.model)
+            f = batch.inputs.call(self.network)
         try:
             positions = Positions.of(f, self.la.class_dim)
             labels, kept = labelled_rows(positions, batch, likelihood, f.device)
@@ -249,6 +311,7 @@ class Training:
             "n_hypersteps": schedule.max_steps,
             "reach": schedule.reach,
             "keep_best": keep_best,
+            **({} if self.reduce.size == 1 else {"ranks": self.reduce.size}),
             **({} if isinstance(la.prior, GaussianPrior) else {"prior": la.prior.described}),
             **self.compared,
         }

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Engine, Forward
+from laplace.distributed import Reduce
 from laplace.errors import InputError, NumericalError, OptionError
 from laplace.likelihoods.base import Likelihood
 from laplace.linalg.autocast import plain
 from laplace.linalg.symmetric import Clipped
 from laplace.priors.base import Form, Prior
 from laplace.structures import Curvature, Gaussian, Structure, Sums
+from laplace.structures.dealing import dealt_out
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
@@ -55,8 +57,16 @@ class Fit:
 
     @cached_property
     def _factorised(self) -> Curvature:
+        return self._factorise()
+
+    def _factorise(self) -> Curvature:
         with plain(), torch.no_grad():
             return self.structure.curvature(self.sums, self.layout, self.mean.dtype)
+
+    def factorise_together(self, reduce: Reduce) -> None:
+        """Factorise H now, with its eigendecompositions dealt out over the ranks: later, one rank may ask alone."""
+        if reduce.size > 1:
+            self.__dict__["_factorised"] = dealt_out(self._factorise, reduce)
 
     def plus(self, other: Fit) -> Fit:
         """Return this fit with the sums of more data added."""
@@ -172,11 +182,6 @@ class Posterior:
     def detached(self) -> Posterior:
         """Return the same posterior without autograd graphs."""
         return replace(self, prior=self.prior.detached(), sigma=self.sigma.detach())
-
-    @property
-    def needs_grad(self) -> bool:
-        """Return whether a value requires grad. If so, results must not be kept."""
-        return self.prior.needs_grad or self.sigma.requires_grad
 
 
 def _finite(value: Tensor, what: str, of: str) -> Tensor:

@@ -180,6 +180,65 @@ class PoissonMixture(UncertainCounts):
         return torch.special.gammaincc(a, rates).mean(-1), torch.special.gammainc(a, rates).mean(-1)
 
 
+class PoissonLogNormalMixture(UncertainCounts):
+    """y ~ Poisson(exp(u)), where u is drawn from one of K Gaussians, chosen by their weights. All are (..., K)."""
+
+    @property
+    def arg_constraints(self) -> dict[str, Any]:
+        """Return the constraint of each parameter."""
+        return {
+            "log_rates": constraints.independent(constraints.real, 1),
+            "log_rate_variances": constraints.independent(constraints.nonnegative, 1),
+            "weights": constraints.independent(constraints.nonnegative, 1),
+        }
+
+    def __init__(
+        self, log_rates: Tensor, log_rate_variances: Tensor, weights: Tensor, validate_args: bool | None = None
+    ) -> None:
+        self.log_rates, self.log_rate_variances, self.weights = log_rates, log_rate_variances, weights
+        super().__init__(log_rates.shape[:-1], validate_args=validate_args)
+
+    @property
+    def mean(self) -> Tensor:
+        """Return the mean of the rates."""
+        return (self.weights * self._each.mean).sum(-1)
+
+    @property
+    def variance(self) -> Tensor:
+        """Return the variance of y, within the Gaussians and between them."""
+        off = self._each.mean - self.mean.unsqueeze(-1)
+        return (self.weights * (self._each.variance + off.square())).sum(-1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log p(y)."""
+        if self._validate_args:
+            self._validate_sample(value)
+        each = self._each.log_prob(torch.as_tensor(value).unsqueeze(-1)).double()
+        return (each + self.weights.double().log()).logsumexp(-1).to(self.log_rates.dtype)
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw counts with torch's global generator."""
+        shape = self._extended_shape(sample_shape)
+        p = self.weights.expand(*shape, -1)
+        which = torch.multinomial(p.flatten(0, -2), 1).reshape(*shape, 1)
+        pairs = (self.log_rates, self.log_rate_variances)
+        f, s = (t.double().expand(*shape, -1).gather(-1, which).squeeze(-1) for t in pairs)
+        return _counts((f + s.sqrt() * torch.randn_like(f)).exp()).to(self.log_rates.dtype)
+
+    @property
+    def _each(self) -> PoissonLogNormal:
+        return PoissonLogNormal(self.log_rates, self.log_rate_variances, validate_args=False)
+
+    def _start(self) -> Tensor:
+        return self._each._start().amax(-1)
+
+    def _tails(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        lower, upper = self._each._tails(k.unsqueeze(-1))
+        w = self.weights.double()
+        return (w * lower).sum(-1), (w * upper).sum(-1)
+
+
 class _LogProb(torch.autograd.Function):
     """log p(y) with its derivatives E[y - e^u] and E[(y - e^u)^2 - e^u] / 2 under the integrand, valid for any S."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace.linalg.sampling import Draws
 from laplace.predictive.links import softmax
-from laplace.predictive.outputs import OutputGaussian, OutputSamples
+from laplace.predictive.mixtures import Outputs
 
 _LEAST = 2**-53 - 1  # of r, whose logarithm is finite
 
@@ -26,7 +26,7 @@ def entropy_of_label(p: Tensor) -> Tensor:
 
 def decompose(
     total: Tensor,  # (N, ...)
-    outputs: OutputGaussian | OutputSamples,
+    outputs: Outputs,
     draws: Draws,
     inverse_link: Callable[[Tensor], Tensor] = softmax,
 ) -> tuple[Tensor, Tensor]:
@@ -38,12 +38,19 @@ def decompose(
 
     If the draws hardly differ, the two entropies cancel. So their difference is added up from terms that are not
     negative: with r = p / mean - 1 for a probability p of a draw, it is the sum of mean * E[(1 + r) log(1 + r) - r].
+
+    Of several networks without posteriors, this is the mutual information of label and network, exactly.
     """
-    information = []
-    for part in outputs.draws(draws.seeded(total.device)):
+    information, draws = [], draws.seeded(total.device)
+    weights = outputs.weights_of_draws(draws)
+    for part in outputs.draws(draws):
         p = inverse_link(part).double()  # (S, n, ..., K)
-        mean = p.mean(0)
+        mean = _mean(p, weights)
         r = (p / mean.clamp(min=torch.finfo(p.dtype).tiny) - 1).clamp(min=_LEAST)
-        information.append((mean * (torch.log1p(r) * (1 + r) - r).mean(0)).sum(-1))
+        information.append((mean * _mean(torch.log1p(r) * (1 + r) - r, weights)).sum(-1))
     epistemic = torch.cat(information).to(total.dtype).clamp(min=0).minimum(total)
     return epistemic, total - epistemic
+
+
+def _mean(values: Tensor, weights: Tensor | None) -> Tensor:  # (S, ...), (S,) -> (...)
+    return values.mean(0) if weights is None else torch.tensordot(weights.to(values), values, 1)

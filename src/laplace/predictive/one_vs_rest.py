@@ -31,6 +31,9 @@ divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -47,14 +50,15 @@ _NODES: Final = ((0.0, 8 / 15), (1.355626179974266, 0.2220759220056126), (2.8569
 _NARROW, _WIDE = 0.1, 0.3  # below the first u the nodes are used alone, above the second the mixture
 _GUMBEL_MEAN, _GUMBEL_VARIANCE = 0.5772156649, math.pi**2 / 6
 _POINTS = 20  # at which the integral over y is evaluated
-_SEARCHED = (1 / 1024, 1 / 256, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # where the integrand is looked for first
+_SHARES: Final = (0.0, *(2 ** (-k / 3) for k in range(30, -1, -1)))  # where the integrand is looked for: 0, 2^-10 to 1
 _FLANK = 0.12  # the first distance between points, as a share of the integrand's left flank
 _LEFT, _RIGHT = 9.0, 5e-5  # -log of the distribution function of the largest, where the integral starts and ends
 _FAR = 2.0  # how far below the integral's range a class with m + 2 u lies, if two terms are to do
 _FEWEST = 4  # near classes of a group of rows, at least
 _SMALL = 16  # classes up to which rows are not grouped: calling the operations would cost more than it saves
 _OUTER = 9.0  # in units of 1 / sqrt(2 u): beyond it, exp(-z^2) is 0 for every purpose, and slow to compute with
-_CHUNK = 2**17  # numbers at a time: few enough to stay in a processor's cache
+_FEW = 64  # outputs of a call that are integrated as they are: to group them would cost more than it saves
+_CHUNK = 2**19  # numbers at a time: few enough to stay in a processor's cache
 
 
 def one_vs_rest(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
@@ -68,10 +72,10 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
     Costs about 20 * 12 exponentials and error functions per near class, and no memory beyond a chunk of inputs.
     """
     f = f - f.amax(-1, keepdim=True)
-    if is_traced():
+    if is_traced() or f.numel() <= _FEW:
         return _integrated(f, u)[0]
     if f.shape[1] <= _SMALL:
-        step = max(1, _CHUNK // (_POINTS * f.shape[1]))
+        step = max(1, _CHUNK // (_POINTS * len(_WEIGHTS) * f.shape[1]))
         parts = zip(f.split(step), u.split(step), strict=True)
         return torch.cat([_integrated(*part)[0] for part in parts])
     with torch.no_grad():
@@ -84,10 +88,43 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
     order: list[Tensor] = []
     for i, size in enumerate(sizes):
         rows = (group == i).nonzero().flatten()
-        for some in rows.split(max(1, _CHUNK // (_POINTS * size))) if len(rows) else ():
+        for some in rows.split(max(1, _CHUNK // (_POINTS * len(_WEIGHTS) * size))) if len(rows) else ():
             order.append(some)
             found.append(_near_and_far(f[some], u[some], edge[some], reach[some], size))
     return torch.cat(found)[torch.cat(order).argsort()] if found else torch.zeros_like(f)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The numbers above as tensors. Six normals and five nodes have a first dimension of their own."""
+
+    shares: Tensor  # (32,)
+    levels: Tensor  # (3,)
+    t: Tensor  # (Y,)
+    means: Tensor  # (6, 1, 1, 1)
+    variances: Tensor  # (6, 1, 1, 1)
+    weights: Tensor  # (6,)
+    nodes: Tensor  # (5, 1, 1, 1)
+    node_weights: Tensor  # (5,)
+
+
+def _constants(dtype: torch.dtype, device: torch.device) -> _Constants:
+    def tensor(numbers: Iterable[float]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=dtype, device=device)
+
+    def first(numbers: Iterable[float]) -> Tensor:
+        return tensor(numbers).reshape(-1, 1, 1, 1)
+
+    nodes = [(sign * x, weight) for x, weight in _NODES for sign in ((1, -1) if x else (1,))]
+    levels, t = tensor((_LEFT, 1.0, _RIGHT)).log(), tensor(range(_POINTS))
+    normals = first(_MEANS), first(_VARIANCES), tensor(_WEIGHTS)
+    return _Constants(tensor(_SHARES), levels, t, *normals, first(x for x, _ in nodes), tensor(w for _, w in nodes))
+
+
+@cache
+def _kept_constants(dtype: torch.dtype, device: torch.device) -> _Constants:
+    with torch.inference_mode(False):  # they may be used with gradients later
+        return _constants(dtype, device)
 
 
 def _group_sizes(c: int) -> list[int]:
@@ -122,63 +159,66 @@ def _integrated(
     `far` has a lower bound of y and the sums of x and x^2 (e^u - 1) of further classes there. Besides the
     probabilities of these classes, return what x and x^2 (e^u - 1) of a further one are multiplied by for its own.
     """
+    known = (_constants if is_traced() else _kept_constants)(f.dtype, f.device)
     with torch.no_grad():
-        low, first, growth = _spacing(f, u, far)
-        t = torch.arange(_POINTS, dtype=f.dtype, device=f.device)
-        y = low + first * torch.expm1(growth * t) / growth  # (n, Y)
-    log_h, log_below = _log_hazard(f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1))  # (n, Y, C)
+        low, first, growth = _spacing(f, u, far, known)
+        grown = growth * known.t
+        y = low + first * torch.expm1(grown) / growth  # (n, Y)
+    log_h, log_below = _log_hazard(f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1), known)  # (n, Y, C)
     total, depth = log_h.logsumexp(-1), log_below.sum(-1)
     if far is None:
-        weights = (depth + total + growth * t).softmax(-1)  # both ends are negligible
-        nothing = torch.zeros_like(low)
-        return torch.einsum("ny,nyc->nc", weights, (log_h - total.unsqueeze(-1)).exp()), nothing, nothing
+        weights = (depth + total + grown).softmax(-1)  # both ends are negligible
+        return _averaged(weights, log_h, total), low, low  # which nobody asks for
     decay = (far[0] - y).exp()  # (n, Y): x relative to that at the edge
     once, twice = far[1] * decay, far[2] * decay.square()
     total = torch.logaddexp(total, _log(once - twice))
-    weights = (depth - once + twice / 2 + total + growth * t).softmax(-1)
+    weights = (depth - once + twice / 2 + total + grown).softmax(-1)
     each = weights * (-total).exp()
-    p = torch.einsum("ny,nyc->nc", weights, (log_h - total.unsqueeze(-1)).exp())
+    p = _averaged(weights, log_h, total)
     return p, (each * decay).sum(1, keepdim=True), (each * decay.square()).sum(1, keepdim=True)
 
 
-def _log_hazard(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
+def _averaged(weights: Tensor, log_h: Tensor, total: Tensor) -> Tensor:  # (n, Y), (n, Y, C), (n, Y) -> (n, C)
+    return (weights.unsqueeze(1) @ (log_h - total.unsqueeze(-1)).exp()).squeeze(1)
+
+
+def _log_hazard(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
     """Return log h and log F at a = m - y, from whichever of the two forms is accurate at u, or from both."""
-    if not is_traced() and (u >= _WIDE).all():
-        return _by_mixture(a, u)
-    if not is_traced() and (u <= _NARROW).all():
-        return _by_nodes(a, u)
+    if not is_traced() and len(u):
+        least, most = (float(end) for end in u.detach().aminmax())
+        if least >= _WIDE:
+            return _by_mixture(a, u, known)
+        if most <= _NARROW:
+            return _by_nodes(a, u, known)
     share = ((u - _NARROW) / (_WIDE - _NARROW)).clamp(0, 1)
     share = share.square() * (3 - 2 * share)
-    (h, below), (narrow_h, narrow_below) = _by_mixture(a, u), _by_nodes(a, u)
+    (h, below), (narrow_h, narrow_below) = _by_mixture(a, u, known), _by_nodes(a, u, known)
     return torch.lerp(narrow_h, h, share.expand_as(h)), torch.lerp(narrow_below, below, share.expand_as(h))
 
 
-def _by_mixture(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    density, below = torch.zeros_like(a), torch.zeros_like(a)
-    for weight, mean, variance in zip(_WEIGHTS, _MEANS, _VARIANCES, strict=True):
-        scale = (2 * (u + variance)).rsqrt()
-        z = ((a - mean) * scale).clamp(-_OUTER, _OUTER)
-        below.add_(torch.erfc(z), alpha=weight / 2)
-        density.addcmul_(z.square().neg_().exp_(), weight / math.sqrt(math.pi) * scale)
-    log_below = _log(below)
+def _by_mixture(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:
+    scale = (2 * (u + known.variances)).rsqrt()  # (6, n, 1, C)
+    z = ((a - known.means) * scale).clamp(-_OUTER, _OUTER)
+    log_below = _log(_summed(known.weights / 2, torch.erfc(z)))
+    log_density = _log(_summed(known.weights / math.sqrt(math.pi), (-z.square()).exp() * scale))
     # Jensen's bound, e^(a + u/2) exp(-e^(a + 3u/2)): sharp far below y, where the mixture's tail falls too fast
     bound = a + u / 2 - (a + 1.5 * u).clamp(max=50).exp()
-    return torch.maximum(_log(density), bound) - log_below, log_below
+    return torch.maximum(log_density, bound) - log_below, log_below
 
 
-def _by_nodes(a: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    density, below = torch.zeros_like(a), torch.zeros_like(a)
+def _by_nodes(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:
     spread = u.clamp(torch.finfo(u.dtype).tiny, _WIDE).sqrt()  # whose derivative is finite at u = 0
     a = a.clamp(max=50)  # where both are 0, and finite in float32
     shift = a.clamp(max=0)  # so that the density far below y does not underflow
-    for node, weight in _NODES:
-        for x in {node: None, -node: None}:  # once for the node at 0
-            rate = (a + spread * x).exp()
-            each = weight * (-rate).exp()
-            below.add_(each)
-            density.addcmul_(each, (a - shift + spread * x).exp_())
-    log_below = _log(below)
-    return _log(density) + shift - log_below, log_below
+    moved = spread * known.nodes  # (5, n, 1, C)
+    each = (-(a + moved).exp()).exp()
+    log_below = _log(_summed(known.node_weights, each))
+    log_density = _log(_summed(known.node_weights, each * (a - shift + moved).exp()))
+    return log_density + shift - log_below, log_below
+
+
+def _summed(weights: Tensor, terms: Tensor) -> Tensor:  # (k,), (k, n, Y, C) -> (n, Y, C)
+    return (weights @ terms.flatten(1)).view(terms.shape[1:])
 
 
 def _lowest(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, 1)
@@ -188,27 +228,24 @@ def _lowest(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, 1)
 
 
 def _spacing(
-    f: Tensor, u: Tensor, far: tuple[Tensor, Tensor, Tensor] | None
+    f: Tensor, u: Tensor, far: tuple[Tensor, Tensor, Tensor] | None, known: _Constants
 ) -> tuple[Tensor, Tensor, Tensor]:  # (n, C), (n, C) -> (n, 1) each
-    """Return the first y, the distance of the second from it, and k, the logarithm by which distances grow."""
-    mean, spread, c = f + _GUMBEL_MEAN, (u + _GUMBEL_VARIANCE).sqrt(), f.shape[1]
-    levels = torch.tensor([_LEFT, 1.0, _RIGHT], dtype=f.dtype, device=f.device).log()
-    low = _lowest(f, u).expand(-1, 3)
-    high = (mean + math.sqrt(2 * math.log(c / _RIGHT)) * spread).amax(1, keepdim=True)
-    high = torch.maximum(high, (f + u / 2).amax(1, keepdim=True) + math.log(c / _RIGHT))
+    """Return the first y, the distance of the second from it, and k, the logarithm by which distances grow.
+
+    -log of the distribution function of the largest falls with y: where it crosses three levels is looked for on one
+    grid, finest on its left, and interpolated. This is rough, and moves points alone: the integral is theirs.
+    """
+    mean, spread, ends = f + _GUMBEL_MEAN, (u + _GUMBEL_VARIANCE).sqrt(), math.log(f.shape[1] / _RIGHT)
+    low = _lowest(f, u)
+    high = torch.maximum(mean + math.sqrt(2 * ends) * spread, f + u / 2 + ends).amax(1, keepdim=True)
     if far is not None:
         high = torch.maximum(high, far[0] + _log(far[1]) + math.log(1 / _RIGHT))
-    high = high.expand(-1, 3)
-    for shares in (_SEARCHED, (0.25, 0.5, 0.75), (0.25, 0.5, 0.75)):
-        steps = torch.tensor(shares, dtype=f.dtype, device=f.device)
-        y = low.unsqueeze(2) + (high - low).unsqueeze(2) * steps  # (n, 3, points)
-        found = _log_depth(y[:, :1] if shares is _SEARCHED else y, f, u, spread, far).expand_as(y)
-        after = (found > levels.unsqueeze(1)).sum(2, keepdim=True)
-        edges = torch.cat([low.unsqueeze(2), y, high.unsqueeze(2)], 2)
-        low, high = edges.gather(2, after).squeeze(2), edges.gather(2, after + 1).squeeze(2)
-    ends = _log_depth(torch.stack([low, high], 2), f, u, spread, far)
-    share = ((ends[..., 0] - levels) / (ends[..., 0] - ends[..., 1])).nan_to_num(0.5).clamp(0, 1)
-    start, middle, stop = (low + (high - low) * share).split(1, 1)
+    y = low + (high - low) * known.shares  # (n, 32)
+    depth = _log_depth(y, f, u, spread, far)
+    after = (depth.unsqueeze(2) > known.levels).sum(1).clamp(1, len(_SHARES) - 1)  # (n, 3)
+    above, below = depth.gather(1, after - 1), depth.gather(1, after)
+    share = ((above - known.levels) / (above - below)).nan_to_num(0.5).clamp(0, 1)
+    start, middle, stop = torch.lerp(y.gather(1, after - 1), y.gather(1, after), share).split(1, 1)
     equal = (stop - start) / (_POINTS - 1)
     first = torch.minimum(_FLANK * (middle - start), equal).clamp(min=1e-6)
     return start, first, _growth(equal / first) / (_POINTS - 1)
@@ -216,24 +253,22 @@ def _spacing(
 
 def _log_depth(
     y: Tensor, f: Tensor, u: Tensor, spread: Tensor, far: tuple[Tensor, Tensor, Tensor] | None
-) -> Tensor:  # (n, k, points) -> (n, k, points)
+) -> Tensor:  # (n, points) -> (n, points)
     """Return log(-log prod F), roughly: by one normal in place of the Gumbel variate, or by its exponential tail."""
-    below = f[:, None, None] - y.unsqueeze(-1)  # a, (n, k, points, C)
-    above = torch.erfc(-(below + _GUMBEL_MEAN) / (spread * math.sqrt(2))[:, None, None]) / 2
-    tail = torch.where(below + 1.5 * u[:, None, None] < 0, below + u[:, None, None] / 2, -math.inf).exp()
+    below, u = f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1)  # a, (n, points, C)
+    above = torch.erfc((below + _GUMBEL_MEAN) / (-math.sqrt(2) * spread).unsqueeze(1)) / 2
+    tail = torch.where(below + 1.5 * u < 0, below + u / 2, -math.inf).exp()
     depth = torch.maximum(-torch.log1p(-above.clamp(max=1 - 1e-6)), tail).sum(-1)
     if far is not None:
-        depth = depth + far[1].unsqueeze(2) * (far[0].unsqueeze(2) - y).exp()
+        depth = depth + far[1] * (far[0] - y).exp()
     return depth.clamp(min=torch.finfo(f.dtype).tiny).log()
 
 
 def _growth(ratio: Tensor) -> Tensor:
-    """Return x > 0 with (e^x - 1) / x = ratio, by Newton's steps on its logarithm; 1e-3 for a ratio of 1."""
-    x = (2 * (ratio - 1)).clamp(min=1e-3).minimum(2 * ratio.log() + 1)
-    for _ in range(3):
-        value = torch.log(torch.expm1(x) / x) - ratio.log()
-        x = (x - value / (1 / -torch.expm1(-x) - 1 / x)).clamp(min=1e-3)
-    return x
+    """Return x > 0 with (e^x - 1) / x = ratio, to 2 %: one step of x = log ratio + log(x / (1 - e^-x))."""
+    log_ratio = ratio.log()
+    x = (log_ratio + torch.log1p(log_ratio)).clamp(min=1e-3)
+    return (log_ratio + torch.log(x / -torch.expm1(-x))).clamp(min=1e-3)
 
 
 def _log(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from laplace.checks import all_finite
 from laplace.errors import NumericalError
 from laplace.linalg.contrasts import as_if_independent, centred_twice, variances_if_independent
 from laplace.linalg.sampling import Draws, normals_by_example
@@ -66,6 +67,12 @@ class OutputGaussian:
         object.__setattr__(same, "contrasts", None if contrasts is None else contrasts.map_rows(f))
         return same
 
+    def beside(self, contrasts: OutputGaussian) -> OutputGaussian:
+        """Return the Gaussian with that of its contrasts."""
+        same = copy.copy(self)
+        object.__setattr__(same, "contrasts", contrasts)
+        return same
+
     def scaled(self, factor: float) -> OutputGaussian:
         """Return N(a f, a^2 S) for a factor a."""
         if factor == 1:
@@ -117,6 +124,10 @@ class OutputGaussian:
             roots = None if self.covariance is None else root(self.covariance[part])
             yield _apart(f, variance, roots, how) if how.apart else _together(f, variance, roots, how)
 
+    def weights_of_draws(self, how: Draws) -> Tensor | None:
+        """Return None: draws have equal weights."""
+        return None
+
 
 def _apart(f: Tensor, variance: Tensor, roots: Tensor | None, how: Draws) -> Tensor:  # (S, n, C)
     """Draw with random numbers of its own for each input."""
@@ -139,42 +150,67 @@ def _together(f: Tensor, variance: Tensor, roots: Tensor | None, how: Draws) -> 
 
 @dataclass(frozen=True)
 class OutputSamples:
-    """Outputs of the network with sampled weights.
+    """Outputs of several networks: draws from a distribution, or all of its values with their weights.
 
     Attributes:
         samples: (S, N, C).
+        weights: The probability of each value, (S,). None if they are draws, from which the distribution is estimated.
+        joint: Whether covariances between outputs are asked for. Draws have none.
     """
 
     samples: Tensor
+    weights: Tensor | None = None
+    joint: bool = False
 
     @property
     def mean(self) -> Tensor:
         """Return the mean over the draws."""
-        return self.samples.mean(0)
+        return self.averaged(self.samples)
 
     @property
     def variance(self) -> Tensor:
-        """Return the variance over the draws."""
-        return self.samples.var(0)
+        """Return the variance over the draws; of all values of a distribution, exactly its variance."""
+        if self.weights is None:
+            return self.samples.var(0)
+        return self.averaged((self.samples - self.mean).square())
+
+    @property
+    def covariance(self) -> Tensor | None:  # (N, C, C)
+        """Return the covariance of each input's outputs, if it was asked for."""
+        if not self.joint or self.weights is None:
+            return None
+        off = self.samples - self.mean
+        return torch.einsum("s,snc,snd->ncd", self.weights.to(off), off, off)
+
+    def averaged(self, values: Tensor) -> Tensor:  # (S, ...) -> (...)
+        """Return the mean of one value per draw."""
+        return values.mean(0) if self.weights is None else torch.tensordot(self.weights.to(values), values, 1)
+
+    def marginals(self) -> OutputSamples:
+        """Return the same without covariances."""
+        return replace(self, joint=False)
 
     def map_rows(self, f: Callable[[Tensor], Tensor]) -> OutputSamples:
         """Return the draws with f applied to a tensor of them whose rows are the inputs, (N, S, C)."""
-        return OutputSamples(f(self.samples.movedim(1, 0)).movedim(0, 1))
+        return replace(self, samples=f(self.samples.movedim(1, 0)).movedim(0, 1))
 
     def scaled(self, factor: float) -> OutputSamples:
         """Return a f for each draw f."""
-        return self if factor == 1 else OutputSamples(factor * self.samples)
+        return self if factor == 1 else replace(self, samples=factor * self.samples)
 
     def draws(self, how: Draws) -> Iterator[Tensor]:
         """Yield the stored draws; `how` is not used."""
         yield self.samples
 
+    def weights_of_draws(self, how: Draws) -> Tensor | None:  # (S,)
+        """Return the weights of the draws; None if they are equal."""
+        return self.weights
+
 
 def require_finite(values: Tensor, what: str, axis: int = 0) -> Tensor:
     """Return `values`, which have one entry per input along `axis`. Refuse NaN and infinite ones."""
-    bad = ~values.isfinite()
-    if bad.any():
-        inputs = bad.movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
+    if not all_finite(values):
+        inputs = (~values.isfinite()).movedim(axis, 0).flatten(1).any(1).nonzero().flatten().tolist()
         raise NumericalError(
             f"{what} is NaN or infinite at {len(inputs)} inputs, the first is number {inputs[0]}, though the outputs "
             "are finite: it has overflowed, or the network has no derivative there. Raise the prior precision, or "
@@ -206,22 +242,3 @@ def lower_root(covariance: Tensor) -> Tensor:  # (N, C, C)
         factor = factor.clone()
         factor[failed > 0] = (upper.mT * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(-2)).to(factor)
     return factor
-
-
-def joined(parts: list[OutputGaussian | OutputSamples]) -> OutputGaussian | OutputSamples:
-    """Join the outputs of consecutive batches."""
-    samples = [part.samples for part in parts if isinstance(part, OutputSamples)]
-    if samples:
-        return OutputSamples(torch.cat(samples, 1))
-    return _joined([part for part in parts if isinstance(part, OutputGaussian)])
-
-
-def _joined(gaussians: list[OutputGaussian]) -> OutputGaussian:
-    covariances = [g.covariance for g in gaussians if g.covariance is not None]
-    contrasts = [g.contrasts for g in gaussians if g.contrasts is not None]
-    return OutputGaussian(
-        torch.cat([g.mean for g in gaussians]),
-        torch.cat([g.variance for g in gaussians]),
-        torch.cat(covariances) if covariances else None,
-        contrasts=_joined(contrasts) if contrasts else None,
-    )

@@ -16,7 +16,8 @@ from laplace.errors import InputError, OptionError
 from laplace.linalg.sampling import Draws
 from laplace.predictive.distributions import concatenate, map_parameters
 from laplace.predictive.links import softmax
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.mixtures import OutputMixture, Outputs, joined
+from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.summaries import Summaries, kind_of, label_of, rows_at
 from laplace.predictive.tables import table_of
 
@@ -30,28 +31,53 @@ class Prediction(Summaries):
     Attributes:
         distribution: A `torch.distributions` object that includes the observation noise.
         mean: E[y] for regression and counts, (N, C); the probabilities of classes or labels, (N, C).
-        epistemic: Uncertainty that more data could remove. Regression and counts: the variance of E[y given f], (N, C).
-            Classes: the mutual information of y and the weights, (N,). Binary labels: the same for each label, (N, C).
-        aleatoric: Uncertainty that more data could not remove: the noise variance, (N, C), or the rest of the entropy.
-        outputs: The distribution of the outputs f, an `OutputGaussian` or `OutputSamples`.
+        outputs: The distribution of the outputs f, an `OutputGaussian`, `OutputSamples` or `OutputMixture`.
         inverse_link: Maps outputs f to what they stand for.
         quantiles: Maps `outputs` and quantiles of a standard normal to quantiles of `inverse_link(f)`; returns None, or
             is None, if there is no closed form.
+
+    Args:
+        epistemic: The uncertainty that more data could remove. None if `parts` computes it.
+        aleatoric: The rest. None if `parts` computes it.
+        parts: Computes both when one of them is first read.
     """
 
     def __init__(
         self,
         distribution: Distribution,
         mean: Tensor,
-        epistemic: Tensor,
-        aleatoric: Tensor,
-        outputs: OutputGaussian | OutputSamples,
+        epistemic: Tensor | None,
+        aleatoric: Tensor | None,
+        outputs: Outputs,
         inverse_link: Callable[[Tensor], Tensor] = softmax,
         quantiles: Callable[[OutputGaussian, Tensor], Tensor | None] | None = None,
+        parts: Callable[[], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.distribution, self.outputs = distribution, outputs
-        self.mean, self.epistemic, self.aleatoric = mean, epistemic, aleatoric
+        self.distribution, self.mean, self.outputs = distribution, mean, outputs
         self.inverse_link, self.quantiles = inverse_link, quantiles
+        self._epistemic, self._aleatoric, self._parts = epistemic, aleatoric, parts
+
+    @property
+    def epistemic(self) -> Tensor:
+        """Return the uncertainty that more data could remove.
+
+        Regression and counts: the variance of E[y given f], (N, C). Classes: the mutual information of y and the
+        weights, (N,). Binary labels: the same for each label, (N, C). The last two take draws, which are made when
+        this is first read.
+        """
+        return self._part()[0]
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """Return the uncertainty that more data could not remove: the noise variance, or the rest of the entropy."""
+        return self._part()[1]
+
+    def _part(self) -> tuple[Tensor, Tensor]:
+        if self._epistemic is None or self._aleatoric is None:
+            assert self._parts is not None
+            self._epistemic, self._aleatoric = self._parts()
+            self._parts = None
+        return self._epistemic, self._aleatoric
 
     @property
     def kind(self) -> str:
@@ -129,8 +155,10 @@ class Prediction(Summaries):
             exact = self.quantiles(self.outputs, z)
             if exact is not None:
                 return exact.to(self.mean.dtype)
-        draws = self.outputs.draws(Draws(1000, torch.Generator(self.mean.device).manual_seed(0)))
-        return torch.cat([self.inverse_link(d).double().quantile(levels, 0) for d in draws], dim=-2).to(self.mean.dtype)
+        how = Draws(1000, torch.Generator(self.mean.device).manual_seed(0))
+        weights = self.outputs.weights_of_draws(how)
+        drawn = (self.inverse_link(part).double() for part in self.outputs.draws(how))
+        return torch.cat([_quantiles(values, weights, levels) for values in drawn], dim=-2).to(self.mean.dtype)
 
     def to(self, device: torch.device | str) -> Prediction:
         """Return the prediction with all tensors on another device.
@@ -218,13 +246,25 @@ class Prediction(Summaries):
         )
 
 
-def _form(outputs: OutputGaussian | OutputSamples) -> tuple[Any, ...]:
+def _form(outputs: Outputs) -> tuple[Any, ...]:
     """Return what outputs must have in common to be joined: covariances or not, or how many draws."""
     if isinstance(outputs, OutputSamples):
         return f"{len(outputs.samples)} draws", outputs.samples.shape[-1]
+    if isinstance(outputs, OutputMixture):
+        return f"a mixture of {len(outputs.members)}", *map(_form, outputs.members)
     covariances = "with" if outputs.covariance is not None else "without"
     contrasts = None if outputs.contrasts is None else _form(outputs.contrasts)
     return f"a Gaussian {covariances} covariances", outputs.mean.shape[1], contrasts
+
+
+def _quantiles(values: Tensor, weights: Tensor | None, levels: Tensor) -> Tensor:  # (S, ...), (S,), (Q,) -> (Q, ...)
+    """Return quantiles over the draws. With weights: the smallest value that has the level's weight up to it."""
+    if weights is None:
+        return values.quantile(levels, 0)
+    ordered, order = values.sort(0)
+    reached = weights.to(values)[order].cumsum(0)
+    at = [(reached < level - 1e-12).sum(0, keepdim=True).clamp(max=len(values) - 1) for level in levels]
+    return torch.cat([ordered.gather(0, index) for index in at])
 
 
 def _dirichlet_draws(alpha: Tensor) -> Tensor:  # (N, C) -> (1000, N, C)

@@ -55,6 +55,8 @@ class Reshaper:
     def positions(self) -> Positions:
         """Return the positions of all recorded inputs together."""
         first = self._seen[0]
+        if len(self._seen) == 1:
+            return first
         shapes = {seen.shape for seen in self._seen}
         if len(shapes) > 1:
             listed = ", ".join(map(str, sorted(shapes)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from torch.distributions import Distribution, Normal
 
 from laplace.checks import choice, shown
 from laplace.errors import OptionError, UnsupportedError
+from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws
 from laplace.predictive.links import Link
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
+from laplace.predictive.mixtures import Outputs as Outputs
+from laplace.predictive.outputs import OutputGaussian, require_finite
 from laplace.predictive.prediction import Prediction
-
-Outputs = OutputGaussian | OutputSamples
 
 
 class Response(ABC):
@@ -32,12 +33,15 @@ class Response(ABC):
             for the first of `links`.
         only_differences: Whether a shift of all outputs leaves `inverse_link(f)` as it is, as with softmax.
         joint: Whether covariances between outputs enter the distribution of y.
+        drawn_uncertainty: Whether `uncertainty` makes seeded draws, and nothing else that changes a state. Then a
+            prediction makes them when it is first asked for them.
     """
 
     links: Mapping[str, Link] = {}
     default_link: str = ""
     only_differences: bool = False
     joint: bool = False
+    drawn_uncertainty: bool = False
 
     def link_named(self, name: str | None, as_in_paper: bool = False) -> str:
         """Return the name of the link. For None, `default_link`, or the first of `links` if `as_in_paper`.
@@ -98,10 +102,23 @@ class Response(ABC):
         """Return the full `Prediction`."""
         mean = outputs.mean[:, self.location_outputs(outputs.mean.shape[1])] if p is None else p
         require_finite(mean, "the predictive mean")
+        given, shown = (outputs, p, sigma, draws), (outputs, self.inverse_link, self.quantiles)
+        distribution = self.distribution(outputs, p, sigma, link)
+        if self.drawn_uncertainty and draws.generator is None and not torch.is_grad_enabled():
+            return Prediction(distribution, mean, None, None, *shown, partial(self._later, *given))
+        return Prediction(distribution, mean, *self._parts(*given), *shown)
+
+    @plainly
+    @torch.no_grad()
+    def _later(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Return the same parts, whatever mode of torch they are asked for in."""
+        return self._parts(outputs, p, sigma, draws)
+
+    def _parts(self, outputs: Outputs, p: Tensor | None, sigma: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Return the epistemic part and the aleatoric part. Refuse them if they are not finite."""
         epistemic, aleatoric = self.uncertainty(outputs, p, sigma, draws)
         require_finite(epistemic + aleatoric, "the predictive uncertainty")
-        distribution = self.distribution(outputs, p, sigma, link)
-        return Prediction(distribution, mean, epistemic, aleatoric, outputs, self.inverse_link, self.quantiles)
+        return epistemic, aleatoric
 
     def entropy(self, outputs: Outputs, p: Tensor | None, sigma: Tensor) -> Tensor:  # (N,)
         """Return the entropy of p(y given x, data)."""

@@ -71,8 +71,12 @@ class Summaries(ABC):
         """
 
     def numpy(self) -> dict[str, Any]:
-        """Return mean, std, epistemic, aleatoric and total as numpy arrays, and the label where there is one."""
-        names = ["mean", "std", "epistemic", "aleatoric", "total"]
+        """Return every summary as a numpy array, by its name.
+
+        mean, std, variance, epistemic, aleatoric and total; the entropy, except of counts; the label, if there is one.
+        """
+        names = ["mean", "std", "variance", "epistemic", "aleatoric", "total"]
+        names += [] if self.kind == "counts" else ["entropy"]
         names += ["label"] if self.kind in ("classes", "labels") else []
         return {name: array_of(getattr(self, name), None, None) for name in names}
 

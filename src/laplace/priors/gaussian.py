@@ -89,6 +89,11 @@ class GaussianPrior(Prior):
                 f"prior_precision has {self.precision.numel()} values; allowed are 1, {blocks} (one per parameter "
                 f"tensor: {', '.join(layout.names)}) or {weights} (one per weight)."
             )
+        if not {"diag", "layerwise"} & {*takes} and self.precision.numel() > 1:
+            raise OptionError(
+                f"prior_precision has {self.precision.numel()} values, and this posterior over functions has one for "
+                "all weights. Give one number, or take functional_approximation='sod' or 'nystrom'."
+            )
         if "diag" not in takes and self.precision.numel() not in (1, blocks):
             raise OptionError(
                 f"a prior precision per weight ({weights} values) cannot be added to Kronecker factors or kernels. "

@@ -68,20 +68,20 @@ class PredictiveModule(nn.Module):
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
         """Return the prediction at a batch of inputs, in the shape of the network's outputs."""
-        out = (
-            self.network(x) if isinstance(x, Tensor) and not further and not named else self._called(x, further, named)
-        )
+        # Entries of _modules, _parameters and _buffers: as attributes, each takes half as long as a small operation.
+        plain = isinstance(x, Tensor) and not further and not named
+        out = self._modules["network"](x) if plain else self._called(x, further, named)  # type: ignore[misc]
         phi = out if isinstance(out, Tensor) else logits(out)
         phi = phi if self._dim == -1 else phi.movedim(1, -1)
-        if not torch.jit.is_tracing() and phi.shape[-1] != self._width:  # the tracer makes tensors of sizes
+        if phi.shape[-1] != self._width and not torch.jit.is_tracing():  # the tracer makes tensors of sizes
             raise ModelError(
                 f"the network changes the output of its last layer {'.'.join(self._path)!r} in a way that features "
                 f"do not survive: {self._width} of them became {tuple(phi.shape)}. It may drop a last dimension with "
                 "squeeze(-1), or pick positions; what is done to single outputs, as f[:, 0], does not go. Let forward "
                 "return the layer's output."
             )
-        layer = self._layer()
-        f = linear(phi, layer.weight if self._dim == -1 else layer.weight.flatten(1), layer.bias)
+        own = self._layer()._parameters
+        f = linear(phi, own["weight"] if self._dim == -1 else own["weight"].flatten(1), own["bias"])
         if f.dtype.itemsize < 4:  # half precision has no place for the small numbers of a posterior
             f, phi = f.float(), phi.float()
         elif phi.dtype != f.dtype:
@@ -123,10 +123,11 @@ class PredictiveModule(nn.Module):
         return f"outputs={self.outputs}"
 
     def _predicted(self, f: Tensor, phi: Tensor) -> dict[str, Tensor]:
+        predictive: Any = self._modules["predictive"]
         if not torch.is_autocast_enabled(phi.device.type):
-            return self.predictive.forward(f, phi)
+            return predictive.forward(f, phi)
         with torch.autocast(phi.device.type, enabled=False):  # it would round the posterior
-            return self.predictive.forward(f, phi)
+            return predictive.forward(f, phi)
 
     def _called(self, x: Any, further: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if x is None and not further:
@@ -143,7 +144,7 @@ class PredictiveModule(nn.Module):
         return self._required <= set(x) and (self._anything or bool(self._names & set(x)))
 
     def _layer(self) -> Any:
-        layer: Any = self.network
+        layer: Any = self._modules["network"]
         for part in self._path:
             layer = layer._modules[part]
         return layer

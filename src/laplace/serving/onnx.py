@@ -6,7 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Mapping
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ def write_onnx(
     module: nn.Module, network: nn.Module, names: tuple[str, ...], path: Any, inputs: tuple[Any, ...]
 ) -> None:
     """Write `module` to `path`. The inputs are an example; their first dimension becomes the batch."""
-    missing = [package for package in _NEEDED if find_spec(package) is None]
-    if missing:
-        raise ImportError(f"ONNX files need {' and '.join(missing)}. Write pip install 'laplace-redux[onnx]'.")
+    for package in _NEEDED:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ImportError(f"ONNX files need {package}: pip install 'laplace-redux[onnx]'") from error
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple(
         {key: _dims(value, batch) for key, value in x.items()} if isinstance(x, Mapping) else _dims(x, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -101,14 +102,16 @@ class Predictive(Kept):
 
     def _in_closed_form(self, f: Tensor, phi: Tensor, form: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
         """Return means and variances with as few operations as can be."""
-        spread, contrasts = self.outputs, self.contrasts
+        spread: Any = self._modules.get("outputs")  # None, and then no module
+        contrasts: Any = self._modules.get("contrasts")
         variance = None if spread is None else spread.variance(phi)
         used = variance if contrasts is None else contrasts.variance(phi)
         assert used is not None
-        found = {"mean": form(f, used)}
-        if variance is not None:
-            found["variance"] = variance
-        return {name: found[name] for name in self.wanted}
+        if variance is None or self.wanted == ("mean",):
+            return {"mean": form(f, used)}
+        if self.wanted == ("variance",):
+            return {"variance": variance}
+        return {"mean": form(f, used), "variance": variance}
 
     def _gaussian(self, f: Tensor, phi: Tensor) -> FixedOutputs:
         """Return as much of the Gaussian of the outputs as is needed."""

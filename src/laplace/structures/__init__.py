@@ -22,7 +22,7 @@ from laplace.structures.diag import Diag, DiagBlock
 from laplace.structures.diag import DiagGaussian as DiagGaussian
 from laplace.structures.ekfac import Ekfac
 from laplace.structures.full import CholeskyGaussian, Full
-from laplace.structures.functional import GP, Nystrom
+from laplace.structures.functional import GP, Nystrom, Variational
 from laplace.structures.gaussian import Curvature, Gaussian
 from laplace.structures.inf import Inf
 from laplace.structures.kron import Kron
@@ -91,4 +91,5 @@ __all__ = [
     "RowCovariance",
     "Structure",
     "Sums",
+    "Variational",
 ]

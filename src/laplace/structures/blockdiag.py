@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Asked, Times
-from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf
+from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf, ReflectedBasis
 from laplace.budget import Budget
 from laplace.errors import OptionError, warn
 from laplace.linalg.kronecker import Kronecker
-from laplace.linalg.symmetric import TOLERATED, Clipped, eigh, total
+from laplace.linalg.sketch import nystroem, reflections
+from laplace.linalg.symmetric import TOLERATED, Clipped, total
 from laplace.structures.base import Contribution, Structure, Sums
 from laplace.structures.block import Block, BlockGaussian
+from laplace.structures.dealing import decomposed
 from laplace.structures.gaussian import Curvature, Gaussian, Traces, require_pairs
 from laplace.weights.layout import Layout
 
@@ -246,10 +248,20 @@ class Eigh:
         for other, result in self.seen:
             if other.shape == matrix.shape and torch.equal(other, matrix):
                 return result
-        values, vectors, clipped = eigh(matrix, self.dtype, self.ties)
+        values, vectors, clipped = decomposed(matrix, self.dtype, self.ties)
         self.clipped += clipped
         result = values, Basis(vectors)
         self.seen.append((matrix, result))
+        return result
+
+    def of_sketch(self, sketch: Tensor, trace: Tensor) -> tuple[Tensor, Basis]:  # (Gr, D, R), (Gr,) -> (Gr, D), Q
+        """Return the eigenvalues and a basis of a matrix of which a sketch was kept."""
+        for other, result in self.seen:
+            if other.shape == sketch.shape and torch.equal(other, sketch):
+                return result
+        values, vectors = nystroem(sketch, trace)
+        result = values.to(self.dtype), ReflectedBasis(*(part.to(self.dtype) for part in reflections(vectors)))
+        self.seen.append((sketch, result))
         return result
 
     def found(self, vectors: Tensor) -> Basis:

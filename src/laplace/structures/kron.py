@@ -1,7 +1,8 @@
 """Keep two Kronecker factors per tensor: H = B (x) A with A = mean of a a^T and B = sum of g g^T.
 
 If the rows of a weight are its inputs (G = sum of a g^T), H = A (x) B. Two factors are kept as their diagonal: A of an
-embedding table, and B of a layer with many outputs. The algebra of the factors is in `kron_block.py`.
+embedding table, and B of a layer with many outputs. With `rank`, a wide factor is kept as a sketch: its leading
+eigenvalues, and one value for all others (`linalg/sketch.py`). The algebra of the factors is in `kron_block.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from laplace.backprop.gradients import MomentsOf
-from laplace.checks import choice, shown
+from laplace.checks import choice, shown, whole_number
 from laplace.errors import NumericalError, OptionError
 from laplace.linalg.symmetric import EIGH, SYMMETRIC, GramRows
 from laplace.structures.base import Contribution, Forms, Sums
@@ -28,10 +29,10 @@ SHARINGS = ("expand", "reduce")
 
 
 _FACTORS = tuple(
-    {a: inputs, b: outputs, "count": ""}
+    {**inputs, **outputs, "count": ""}
     for a in ("A", "A_left")
-    for inputs in ("gii", "gi")
-    for b, outputs in (("B", "goo"), ("b", "go"))
+    for inputs in ({a: "gii"}, {a: "gi"}, {f"{a}_sketch": "gir", f"{a}_trace": "g"})
+    for outputs in ({"B": "goo"}, {"b": "go"}, {"B_sketch": "gor", "B_trace": "g"})
 )
 
 
@@ -44,6 +45,8 @@ class Kron(BlockDiagonal):
         damping: False adds the prior exactly. True splits it over the two factors as in the paper, 'balanced' splits
             it in proportion to the factors' sizes, which is closer to the exact sum.
         weight_sharing: for weights used at many positions: 'expand' or 'reduce'.
+        rank: factors of more rows than this are kept as so many columns. That is for adapters beside wide layers: D
+            rows take D * rank numbers, not D * D. None keeps all factors whole.
 
     Raises:
         OptionError: a value is unknown.
@@ -51,15 +54,17 @@ class Kron(BlockDiagonal):
 
     name = "kron"
     forms = Forms((*DENSE, *_FACTORS))
-    options = ("damping", "weight_sharing")
+    options = ("damping", "weight_sharing", "rank")
     exact_hessian = False
     prior_structures = ("scalar", "layerwise")
     precision_forms = ("kron",)
 
-    def __init__(self, damping: bool | str = False, weight_sharing: str = "expand") -> None:
+    def __init__(self, damping: bool | str = False, weight_sharing: str = "expand", rank: int | None = None) -> None:
         if not isinstance(damping, (bool, str)) or damping not in DAMPINGS:
             raise OptionError(f"damping={shown(damping)} is not an option. Valid: {', '.join(map(repr, DAMPINGS))}.")
         self.damping, self.weight_sharing = damping, choice(weight_sharing, SHARINGS, "weight_sharing")
+        self.rank: int | float | None = None if rank is None else whole_number(rank, "rank")
+        self._sketch = self.rank  # which structures that inherit this one do not have, whatever rank means to them
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -69,12 +74,18 @@ class Kron(BlockDiagonal):
         if moments.form == "dense":
             small = moments.weights <= DENSE_LIMIT
             return {"H": moments.gram().double()} if small else {"diag": moments.squares()}
-        wide = _sides(moments)[1] > WIDE
-        sums: Contribution = {"b": moments.output_squares()} if wide else {"B": moments.outputs()}
+        _, b, a = _sides(moments)
+        if self._sketched(b):
+            sums: Contribution = dict(zip(("B_sketch", "B_trace"), moments.output_sketch(self._columns), strict=True))
+        else:
+            sums = {"b": moments.output_squares()} if b > WIDE else {"B": moments.outputs()}
         if moments.first:
-            rows = moments.input_rows()
             key = "A_left" if moments.inputs_left else "A"
-            if rows is None:
+            sketched = self._sketched(a) and not moments.diagonal_inputs
+            rows = None if sketched else moments.input_rows()
+            if sketched:
+                sums[f"{key}_sketch"], sums[f"{key}_trace"], count = moments.input_sketch(self._columns)
+            elif rows is None:
                 gram, count = moments.inputs()
                 sums |= {key: gram}
             else:
@@ -84,8 +95,26 @@ class Kron(BlockDiagonal):
         return sums
 
     def scaled(self, sums: Sums, scale: Tensor) -> Sums:
-        means = ("A", "A_left", "count")  # A is a mean: only B is scaled
-        return {k: v if k.rpartition("/")[2] in means else v * scale.to(v) for k, v in sums.items()}
+        def is_mean(key: str) -> bool:  # A is a mean: only B is scaled
+            own = key.rpartition("/")[2]
+            return own == "count" or own.startswith("A")
+
+        return {key: value if is_mean(key) else value * scale.to(value) for key, value in sums.items()}
+
+    @property
+    def _columns(self) -> int:
+        assert self._sketch is not None
+        return int(self._sketch)
+
+    def _sketched(self, side: int) -> bool:
+        """Whether a factor with so many rows is kept as a sketch."""
+        return self._sketch is not None and side > self._sketch
+
+    def _numbers(self, side: int, diagonal: bool) -> int:
+        """Return how many numbers are kept of a factor."""
+        if diagonal:
+            return side
+        return side * (self._columns if self._sketched(side) else side)
 
     def indefinite(self) -> Kron:
         raise NumericalError(
@@ -99,7 +128,8 @@ class Kron(BlockDiagonal):
             small = moments.weights <= DENSE_LIMIT
             return dense_bytes(moments.weights) if small else 3 * itemsize * moments.weights
         groups, b, a = _sides(moments)
-        return 3 * itemsize * groups * ((b if b > WIDE else b**2) + (a if moments.diagonal_inputs else a**2))
+        outputs = self._numbers(b, b > WIDE and not self._sketched(b))
+        return 3 * itemsize * groups * (outputs + self._numbers(a, moments.diagonal_inputs))
 
     def block_work(self, moments: MomentsOf, vectors: int) -> tuple[float, float]:
         p = moments.weights
@@ -109,13 +139,18 @@ class Kron(BlockDiagonal):
         t = 1 if self.weight_sharing == "reduce" else moments.positions
         inputs, of_inputs = (1, 0) if moments.diagonal_inputs else (SYMMETRIC * a**2, a**3)
         outputs, of_outputs = (b, 0) if b > WIDE else (b**2, b**3)
+        if self._sketched(b):
+            outputs, of_outputs = 2 * b * self._columns, b * self._columns**2
+        if self._sketched(a) and not moments.diagonal_inputs:
+            inputs, of_inputs = 2 * a * self._columns, a * self._columns**2
         return groups * t * (inputs + vectors * outputs), EIGH * groups * (of_outputs + of_inputs)
 
     def form(self, own: Sums, whole: Sums) -> str:
         if not self.in_own_form(own):
             return "diag" if "diag" in own else dense_form(own)
         groups, rows, columns = _kept_sides(own)
-        factors = f"kron {'diagonal ' if 'b' in own else ''}{rows} x {columns}"
+        kinds = "diagonal " if "b" in own else f"rank {self._sketch} of " if any("sketch" in key for key in own) else ""
+        factors = f"kron {kinds}{rows} x {columns}"
         return factors if groups == 1 else f"{groups} groups of {factors}"
 
     def in_own_form(self, own: Sums) -> bool:
@@ -140,9 +175,9 @@ class Kron(BlockDiagonal):
 
 def _kept_sides(own: Sums) -> tuple[int, int, int]:
     """Return groups, rows and columns of a tensor from its Kronecker factors."""
-    b, a = own["b" if "b" in own else "B"], own["A_left" if "A_left" in own else "A"]
-    o, i = b.shape[-1], a.shape[-1]
-    return (b.shape[0], i, o) if "A_left" in own else (b.shape[0], o, i)
+    factors = {key: value for key, value in own.items() if not key.endswith("_trace")}
+    (groups, o), (_, i) = (next(v for k, v in factors.items() if k[0] in first).shape[:2] for first in ("bB", "A"))
+    return (groups, i, o) if any(key.startswith("A_left") for key in own) else (groups, o, i)
 
 
 def _sides(moments: MomentsOf) -> tuple[int, int, int]:

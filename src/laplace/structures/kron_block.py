@@ -68,13 +68,10 @@ class KronBlock(EigenbasisBlock):
 
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
-        self.inputs_left = "A_left" in sums
-        a = sums["A_left" if self.inputs_left else "A"]
-        a = a / sums["count"].to(a)
-        self.alpha, inputs = eigh(a) if a.dim() == 3 else (a.to(eigh.dtype), None)  # (Gr, I)
-        self.beta, outputs = (
-            eigh(sums["B"]) if "B" in sums else (sums["b"].clamp(min=0).to(eigh.dtype), None)
-        )  # (Gr, O)
+        self.inputs_left = any(key.startswith("A_left") for key in sums)
+        a, count = "A_left" if self.inputs_left else "A", sums["count"]
+        self.alpha, inputs = _decomposed({k: v / count.to(v) for k, v in sums.items() if k[0] == "A"}, a, eigh)
+        self.beta, outputs = _decomposed(sums, "b" if "b" in sums else "B", eigh)
         self.left, self.right = (inputs, outputs) if self.inputs_left else (outputs, inputs)
         self.like = self.beta
         self.damping = damping if len(shape) > 1 else False
@@ -145,8 +142,8 @@ class KronGaussian(BlockGaussian):
 
     def marginal_variances(self) -> Tensor:
         left, right = self.block.left, self.block.right
-        variances = self.variances if left is None else left.squares.mT @ self.variances
-        return (variances if right is None else variances @ right.squares).flatten()
+        variances = self.variances if left is None else left.weighed(self.variances.mT).mT
+        return (variances if right is None else right.weighed(variances)).flatten()
 
     def quadratic(self, vector: Tensor) -> Tensor:
         return (self._into(vector).square() * self.eigenvalues).sum((-3, -2, -1))
@@ -176,8 +173,8 @@ class KronGaussian(BlockGaussian):
 
     def _out(self, matrices: Tensor) -> Tensor:  # (..., Gr, O, I) -> (..., p)
         left, right = self.block.left, self.block.right
-        matrices = matrices if left is None else left.vectors @ matrices
-        return (matrices if right is None else matrices @ right.vectors.mT).flatten(-3)
+        matrices = matrices if left is None else left.out_of(matrices.mT).mT
+        return (matrices if right is None else right.out_of(matrices)).flatten(-3)
 
 
 class Whitened(EigenbasisBlock):
@@ -234,6 +231,14 @@ class WhitenedGaussian(KronGaussian):
     def traces(self, each: bool) -> Traces:
         sigma = self.covariance_times(torch.eye(self.eigenvalues.numel(), dtype=self.eigenvalues.dtype)).double()
         return sigma.trace(), sigma.square().sum()
+
+
+def _decomposed(sums: Sums, key: str, eigh: Eigh) -> tuple[Tensor, Basis | None]:  # (Gr, D), Q
+    """Return the eigenvalues of a factor and their basis, from the factor, its diagonal or its sketch."""
+    if key not in sums:
+        return eigh.of_sketch(sums[f"{key}_sketch"], sums[f"{key}_trace"])
+    found = sums[key]
+    return eigh(found) if found.dim() == 3 else (found.clamp(min=0).to(eigh.dtype), None)
 
 
 def _written(basis: Basis | None, side: int, like: Tensor) -> Tensor:  # (Gr, side, side)

@@ -19,7 +19,7 @@ from laplace.tuning.guard import Finding, findings, mean_variances, size
 from laplace.tuning.noise import by_residuals
 from laplace.tuning.problem import Problem
 from laplace.tuning.result import Point, Tuned
-from laplace.tuning.training_data import Sample
+from laplace.tuning.training_data import Sample, of_all_ranks
 from laplace.tuning.validation import Validation
 
 _DECADES: Final = 6  # by which the prior precision is raised at most
@@ -42,7 +42,8 @@ class Guard:
         problem = self.problem
         la, loader = problem.la, problem.training_data
         assert loader is not None
-        sample = Sample(loader, size(la.posterior.fit.n_data))
+        most = size(la.posterior.fit.n_data)
+        sample = Sample(of_all_ranks(loader, most, problem.scoring.reduce), most)
         runs = partial(sample.runs, la.runner, la.posterior, "training")
         return Validation(problem.how, runs, None, la.runner.spec.budget)
 

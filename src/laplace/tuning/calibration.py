@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, flag, shown, unchanged
+from laplace.checks import choice, flag, flag_or_none, shown, unchanged
 from laplace.errors import LaplaceError, OptionError, UnsupportedError, warn
-from laplace.evaluation.metrics import binned
+from laplace.evaluation.calibration import binned
 from laplace.inference.linearised import through_link
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
@@ -55,7 +55,7 @@ def calibrate(
     link_approx: str | Link | None = None,
     ood_loader: Any = None,
     ood_weight: float = 0.5,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
 ) -> Calibrated:
     """Set prior precision and softmax temperature (for a regression: and noise) by the score on validation data.
 
@@ -79,7 +79,7 @@ def calibrate(
         link_approx: The link of the predictions that are scored, that of `la.predict` if left out.
         ood_loader: Inputs from outside the distribution, whose predictive entropy is to be high.
         ood_weight: How much these count, in (0, 1].
-        progress_bar: Whether runs over the loaders show one.
+        progress_bar: Whether runs over the loaders show one; None shows one in a terminal after a few seconds.
 
     Returns:
         The network, its rescaled self, the posterior before, the best and the chosen setting, which print as a table.
@@ -94,7 +94,7 @@ def calibrate(
     rule, hyperprior, progress_bar = (
         choice(rule, RULES, "rule"),
         flag(hyperprior, "hyperprior"),
-        flag(progress_bar, "progress_bar"),
+        flag_or_none(progress_bar, "progress_bar"),
     )
     posterior, how = la.posterior.detached(), _how(la, link_approx, ood_loader, ood_weight)
     if not isinstance(posterior.prior, GaussianPrior):

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, flag, positive, shown
+from laplace.checks import choice, flag, flag_or_none, positive, shown
+from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
@@ -71,7 +72,8 @@ def tune(
     evaluations: int = 30,
     seed: int = 0,
     n_steps: int = 100,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
+    group: Group = OWN,
 ) -> Tuned:
     """Set some of 'prior_precision', 'sigma_noise' and 'temperature', and return what was found.
 
@@ -111,7 +113,9 @@ def tune(
         evaluations: of 'bayesian', points looked at after a grid of common values.
         seed: of 'bayesian', what it draws from; of 'loo' and 'auto', which examples of large data are scored.
         n_steps: of 'evidence' and 'auto', steps at most.
-        progress_bar: whether runs over the loaders show one.
+        progress_bar: whether runs over the loaders show one; None shows one in a terminal after a few seconds.
+        group: the process group of `fit`, if each rank reads its own part of `val_loader` and of the training data. All
+            ranks find the same. None tunes on this process alone.
 
     Returns:
         The best point, all points that were looked at, whether the search converged, and the warnings.
@@ -125,7 +129,7 @@ def tune(
         ImportError: 'bayesian' without BoTorch.
     """
     noise = la.runner.spec.likelihood.tunes_noise
-    kinds, progress_bar = result.names_of(names, la.prior, noise), flag(progress_bar, "progress_bar")
+    kinds, progress_bar = result.names_of(names, la.prior, noise), flag_or_none(progress_bar, "progress_bar")
     scoring = {
         "val_loader": val_loader, "loss": loss, "ood_loader": ood_loader, "ood_weight": ood_weight, "bounds": bounds,
         "pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples, "train_loader": train_loader,
@@ -135,8 +139,9 @@ def tune(
     usual = {name: p.default for name, p in inspect.signature(tune).parameters.items()}
     name, how = methods.method_of(method, given, usual)
     groups = choice(how.prior_structure if prior_structure is None else prior_structure, GROUPS, "prior_structure")
-    problem = Problem(la, kinds, groups, Scoring(**scoring, progress_bar=progress_bar))
-    with torch.no_grad():
+    reduce = reduce_over(group, _shared(la), val_loader)
+    problem = Problem(la, kinds, groups, Scoring(**scoring, progress_bar=progress_bar, reduce=reduce))
+    with torch.no_grad(), reduce.session():
         tuned = how.tune(problem)
         if name in ("evidence", "loo"):
             tuned = looked_at(problem, tuned)
@@ -166,9 +171,11 @@ def optimize_prior_precision(
     link_approx: str | None = None,
     n_samples: int = 100,
     verbose: bool = False,
-    progress_bar: bool = False,
+    progress_bar: bool | None = None,
     log_prior_prec_base: float = 10.0,
     tune_sigma_noise: bool = False,
+    *,
+    group: Group = OWN,
 ) -> None:
     """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
 
@@ -192,9 +199,10 @@ def optimize_prior_precision(
         link_approx: of the predictions that are scored; that of `la(x)`, such as 'probit', if left out.
         n_samples: of the predictions that are scored.
         verbose: whether steps and result are printed.
-        progress_bar: whether runs over the loader show one.
+        progress_bar: whether runs over the loader show one; None shows one in a terminal after a few seconds.
         log_prior_prec_base: the base of the two ends.
         tune_sigma_noise: find the noise of a regression, too.
+        group: of 'gridsearch', the process group of `fit`, if each rank reads its own part of `val_loader`.
 
     Raises:
         NotFittedError: before `fit`.
@@ -202,7 +210,7 @@ def optimize_prior_precision(
         UnsupportedError: a precision per weight by validation.
         NumericalError: scores or evidences that are not finite.
     """
-    verbose, progress_bar = flag(verbose, "verbose"), flag(progress_bar, "progress_bar")
+    verbose, progress_bar = flag(verbose, "verbose"), flag_or_none(progress_bar, "progress_bar")
     tune_sigma_noise = flag(tune_sigma_noise, "tune_sigma_noise")
     kinds = [*result.names_of((), la.prior, False)] + ["sigma_noise"] * tune_sigma_noise
     groups = choice(prior_structure, GROUPS, "prior_structure")
@@ -215,9 +223,10 @@ def optimize_prior_precision(
         grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
         grids = {"prior_precision": grid, "sigma_noise": log_grid(-3, 3, grid_size, 10.0)}
         again = groups != "scalar" or tune_sigma_noise
-        validation = validation_of(la, how, val_loader, None, progress_bar, again)
-        search = search_of(Problem(la, kinds, groups), validation, grids, _laplace_torch_option)
-        with torch.no_grad():
+        reduce = reduce_over(group, _shared(la), val_loader)
+        with torch.no_grad(), reduce.session():
+            validation = validation_of(la, how, val_loader, None, progress_bar, again, reduce)
+            search = search_of(Problem(la, kinds, groups), validation, grids, _laplace_torch_option)
             if len(search.grids) == 1:
                 search.each_kind()
             else:
@@ -228,6 +237,11 @@ def optimize_prior_precision(
         found = tuned.hyperparameters or {"prior precision": tuned.prior_precision}
         listed = ", ".join(f"{name} {value.tolist()}" for name, value in found.items())
         print(f"{listed}, noise {tuned.sigma_noise:.4g}")
+
+
+def _shared(la: Tunable) -> str | None:
+    """Say that the posterior is that of several ranks, which must not tune it apart."""
+    return f"a posterior that {la.runner.ranks} ranks fitted together" if la.runner.ranks > 1 else None
 
 
 def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:

@@ -27,7 +27,8 @@ from laplace.likelihoods.base import Sums
 from laplace.likelihoods.bernoulli import Multilabel
 from laplace.likelihoods.classes import OneOfSeveral
 from laplace.posterior.posterior import Posterior
-from laplace.predictive.outputs import OutputGaussian, OutputSamples, joined
+from laplace.predictive.mixtures import Outputs, joined
+from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.queries import Products
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning.validation import Runs, Validation, seeded
@@ -170,7 +171,7 @@ class _Kept:
             return
         wanted = list(dict.fromkeys([*self.kept, *factors]))  # examples may come in another order: all are made again
         self.kept, self.targets = {}, None
-        parts: dict[float, list[OutputGaussian | OutputSamples]] = {factor: [] for factor in wanted}
+        parts: dict[float, list[Outputs]] = {factor: [] for factor in wanted}
         labels: list[Targets] = []
         held, room, keeps = 0, self.budget.chunk, self._can_be_kept
         for factor, outputs, targets in self._read(wanted):
@@ -281,7 +282,7 @@ def _certain(f: Tensor) -> OutputGaussian:
     return OutputGaussian(f, torch.zeros_like(f))
 
 
-def _joined(parts: list[OutputGaussian | OutputSamples]) -> OutputGaussian:
+def _joined(parts: list[Outputs]) -> OutputGaussian:
     whole = joined(parts)
     assert isinstance(whole, OutputGaussian)
     return whole

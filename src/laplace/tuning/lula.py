@@ -100,7 +100,7 @@ def with_uncertainty_units(
     last = LastLayer().find(model, data[0])
     wider = widening(model, last, units, torch.Generator().manual_seed(whole_number(seed, "seed", 0, LARGEST)))
     class_dim = -1 if isinstance(last.layer(model), nn.Linear) else 1  # the dimension that the last layer works on
-    head = Head(model, last, Budget(), class_dim)
+    head = Head(replicate(model), last, Budget(), class_dim)
     runs, others = _runs(head, data, "training"), _runs(head, outside, "out-of-distribution")
     curvature = sum(float(kind.fisher(run.outputs).squares().sum()) for run in runs) / runs[0].outputs.shape[1]
     features, far = torch.cat([run.features for run in runs]), torch.cat([run.features for run in others])  # rows

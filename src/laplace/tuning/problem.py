@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
+from laplace.distributed import Reduce, alone
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.predict import pred_type_named
 from laplace.inference.runner import Runner
+from laplace.inference.shared import divided
 from laplace.likelihoods import Targets
 from laplace.network.batches import prediction_batches
 from laplace.network.loaders import dataloader_of
@@ -26,7 +28,7 @@ from laplace.tuning.result import KINDS, Point, Tuned
 from laplace.tuning.scores import How, Tally
 from laplace.tuning.search import LARGEST_GRID, Search
 from laplace.tuning.space import Space
-from laplace.tuning.training_data import Sample, labelled
+from laplace.tuning.training_data import Sample, labelled, of_all_ranks
 from laplace.tuning.validation import Labelled, Validation
 
 _BOUNDS = {"prior_precision": (1e-4, 1e4), "sigma_noise": (1e-3, 1e3), "temperature": (1e-3, 1e3)}
@@ -59,7 +61,8 @@ class Scoring:
     bounds: Mapping[str, tuple[float, float]] | None = None
     train_loader: Iterable[Any] | None = None
     seed: int = 0
-    progress_bar: bool = False
+    progress_bar: bool | None = None
+    reduce: Reduce = alone
 
 
 SCORING: Final = (
@@ -124,7 +127,7 @@ class Problem:
     def validation(self) -> Validation:
         """The score of posteriors on `val_loader`."""
         s = self.scoring
-        return validation_of(self.la, self.how, s.val_loader, s.ood_loader, s.progress_bar, again=True)
+        return validation_of(self.la, self.how, s.val_loader, s.ood_loader, s.progress_bar, True, s.reduce)
 
     @property
     def training_data(self) -> Iterable[Any] | None:
@@ -143,7 +146,8 @@ class Problem:
             )
         fit, count = self.la.posterior.fit, len(self.space.kinds)
         most = sample_size(fit.n_outputs, _expected_posteriors(len(set(self.space.kinds)), count))
-        sample = Sample(loader, most, whole_number(self.scoring.seed, "seed", 0, LARGEST))
+        seed = whole_number(self.scoring.seed, "seed", 0, LARGEST)
+        sample = Sample(of_all_ranks(loader, most, self.scoring.reduce), most, seed)
         if fit.n_data > most:
             self.notes.append(
                 f"scored on {most:,} of {fit.n_data:,} training examples, drawn with seed {self.scoring.seed}."
@@ -247,10 +251,19 @@ def how_scored(
 
 
 def validation_of(
-    la: Posteriors, how: How, loader: Any, ood_loader: Any, progress_bar: bool, again: bool
+    la: Posteriors,
+    how: How,
+    loader: Any,
+    ood_loader: Any,
+    progress_bar: bool | None,
+    again: bool,
+    reduce: Reduce = alone,
 ) -> Validation:
     """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
     loader = dataloader_of(loader, "val")
+    if reduce.size > 1 and loader is not None:
+        loader = divided(loader, reduce, la.runner).loader
+        ood_loader = None if ood_loader is None else divided(ood_loader, reduce, la.runner).loader
     if loader is None:
         raise OptionError("tuning by validation needs val_loader=, batches (x, y) that were not trained on.")
     for name, given in {"val_loader": loader, "ood_loader": ood_loader}.items():
@@ -266,16 +279,16 @@ def validation_of(
     if ood_loader is not None and la.runner.spec.likelihood.pairs:
         raise UnsupportedError("ood_loader= is for single inputs; preferences between pairs are scored without it.")
     outside = None if ood_loader is None else lambda: _outside_runs(la, ood_loader, progress_bar)
-    return Validation(how, lambda: _labelled_runs(la, loader, progress_bar), outside, la.runner.spec.budget)
+    return Validation(how, lambda: _labelled_runs(la, loader, progress_bar), outside, la.runner.spec.budget, reduce)
 
 
-def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:
+def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool | None) -> Labelled:
     for batch in la.runner.batches(loader, progress_bar, "validation"):
         with within(f"validation batch {batch.index}"):
             yield from labelled(la.runner, la.posterior, batch)
 
 
-def _outside_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool) -> Labelled:
+def _outside_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool | None) -> Labelled:
     for where, inputs in prediction_batches(loader, la.runner.spec.keys, {}, progress_bar, "out-of-distribution batch"):
         with within(where or "ood_loader"):
             for forward in la.runner.runs(la.posterior.fit, inputs):

@@ -9,7 +9,7 @@ the distribution, `ood_weight` times the mean entropy of the predictive there is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from laplace.likelihoods import Likelihood, Targets
 from laplace.predictive.links import Link
 from laplace.predictive.response import Outputs
 
+Report = tuple[tuple[float, float, float, float], list[tuple[tuple[Tensor, ...], Tensor]]]
 Predicted = tuple[Outputs, Tensor | None]  # distribution of the outputs, and the mean through the link if there is one
 
 
@@ -75,6 +76,26 @@ class Tally:
         values = self.likelihood.entropy(*prediction, sigma)
         self.outside.add(float(values.sum()), len(values))
 
+    def report(self) -> Report:
+        """Return everything that was added, for other processes."""
+        inside = self.inside.mean if isinstance(self.inside, _Loss) else self.inside
+        seen = inside.seen if isinstance(inside, _Metric) else []
+        sums = (0.0, 0.0) if isinstance(inside, _Metric) else (inside.total, inside.n)
+        return (*sums, self.outside.total, self.outside.n), seen
+
+    def take(self, reports: Sequence[Report]) -> Tally:
+        """Replace what was added here by that of all processes."""
+        total, n, outside, m = (sum(column) for column in zip(*(sums for sums, _ in reports), strict=True))
+        if isinstance(self.inside, _Metric):
+            self.inside = _Metric(self.inside.metric)
+            for arguments, y in (part for _, seen in reports for part in seen):
+                self.inside.add(arguments, y)
+        else:
+            mean = self.inside.mean if isinstance(self.inside, _Loss) else self.inside
+            mean.total, mean.n = total, n
+        self.outside.total, self.outside.n = outside, m
+        return self
+
     def value(self) -> float:
         """Return the score of everything that was added."""
         return self.inside.value() - (self.weight * self.outside.value() if self.outside.n else 0.0)
@@ -121,8 +142,10 @@ class _Metric:
     def __init__(self, metric: Any) -> None:
         self.metric = copy.deepcopy(metric)
         self.metric.reset()
+        self.seen: list[tuple[tuple[Tensor, ...], Tensor]] = []  # metrics do not add: other processes need the values
 
     def add(self, arguments: tuple[Tensor, ...], y: Tensor) -> None:
+        self.seen.append((arguments, y))
         self.metric.update(arguments[0], y)
 
     def value(self) -> float:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from laplace.distributed import Reduce
 from laplace.errors import InputError, within
 from laplace.inference.runner import Runner
 from laplace.inference.targets import counted
@@ -54,7 +55,7 @@ class Sample:
                 "than once. Give a DataLoader or a list of batches."
             )
 
-    def batches(self, runner: Runner, what: str, progress_bar: bool = False) -> Iterator[Batch]:
+    def batches(self, runner: Runner, what: str, progress_bar: bool | None = None) -> Iterator[Batch]:
         """Yield the batches of the sample, with at most `most` examples in all.
 
         Small ones are joined up to the size of the loader's own, or further while their inputs are small: a look at a
@@ -89,7 +90,7 @@ class Sample:
             return [loader[i] for i in torch.linspace(0, len(loader) - 1, count).round().long().tolist()]
         return _first(loader, self.most)
 
-    def runs(self, runner: Runner, posterior: Posterior, what: str, progress_bar: bool = False) -> Labelled:
+    def runs(self, runner: Runner, posterior: Posterior, what: str, progress_bar: bool | None = None) -> Labelled:
         """Yield runs of the network on the sample, with their labels."""
         for batch in self.batches(runner, what, progress_bar):
             with within(f"{what} batch {batch.index}"):
@@ -130,13 +131,21 @@ class Sample:
         )
 
 
+def of_all_ranks(loader: Iterable[Any], most: int, reduce: Reduce) -> Iterable[Any]:
+    """Return about `most` examples of the data of all ranks, the same on each of them; of one process, all its data."""
+    if reduce.size == 1:
+        return loader
+    read = reduce.agree(lambda: [*Sample(loader, -(-most // reduce.size)).reading()])
+    return [batch for of_rank in read for batch in of_rank]
+
+
 def labelled(runner: Runner, posterior: Posterior, batch: Batch) -> Labelled:
     """Yield runs of the network on parts of a batch, with their labels."""
     start, n = 0, len(batch.y)
     for whole in runner.uncut(posterior.fit, batch.inputs):
         stop = start + whole.positions.n
         part = batch if n <= stop - start else batch.labels(start, stop)
-        run, targets = counted(whole, part, runner.spec.likelihood)
+        run, targets, _ = counted(whole, part, runner.spec.likelihood)
         start = stop
         yield from ((part, targets.part(rows)) for part, rows in run.cut() if len(run.outputs))
     if start != n:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Forward
 from laplace.budget import Budget
+from laplace.distributed import Reduce, alone
 from laplace.errors import InputError
 from laplace.inference.linearised import sampled, through_link
 from laplace.likelihoods import Targets
@@ -33,15 +34,28 @@ class Validation:
     """
 
     def __init__(
-        self, how: How, inside: Callable[[], Labelled], outside: Callable[[], Labelled] | None, budget: Budget
+        self,
+        how: How,
+        inside: Callable[[], Labelled],
+        outside: Callable[[], Labelled] | None,
+        budget: Budget,
+        reduce: Reduce = alone,
     ) -> None:
-        self.how, self.budget = how, budget
-        self.inside = Runs(inside, "validation", budget)
-        self.outside = None if outside is None else Runs(outside, "out-of-distribution", budget)
+        self.how, self.budget, self.reduce = how, budget, reduce
+        one = reduce.size == 1  # of several processes, one may have nothing to read
+        self.inside = Runs(inside, "validation", budget, one)
+        self.outside = None if outside is None else Runs(outside, "out-of-distribution", budget, one)
 
     def scores(self, posteriors: Sequence[Posterior]) -> Tensor:  # (G,)
-        """Return the score of each posterior. All use the same random numbers."""
+        """Return the score of each posterior, on the data of all processes. All use the same random numbers."""
         tallies = [Tally(self.how, posterior.fit.likelihood) for posterior in posteriors]
+        reports = self.reduce.agree(lambda: [tally.report() for tally in self._tallied(posteriors, tallies)])
+        if self.reduce.size > 1:
+            tallies = [tally.take(column) for tally, *column in zip(tallies, *reports, strict=True)]
+        return torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
+
+    def _tallied(self, posteriors: Sequence[Posterior], tallies: list[Tally]) -> list[Tally]:
+        """Add this process's data."""
         for forward, targets in self.inside:
             for tally, posterior, prediction in zip(
                 tallies, posteriors, self.predictions(posteriors, forward), strict=True
@@ -52,7 +66,7 @@ class Validation:
                 tallies, posteriors, self.predictions(posteriors, forward), strict=True
             ):
                 tally.add_outside(prediction, posterior.sigma)
-        return torch.tensor([tally.value() for tally in tallies], dtype=torch.float64)
+        return tallies
 
     def predictions(self, posteriors: Sequence[Posterior], forward: Forward) -> Iterator[Predicted]:
         """Yield the predictive of one run under each posterior."""
@@ -101,8 +115,8 @@ class Validation:
 class Runs:
     """Runs of the network on a loader: kept after the first time if they are small, else made again."""
 
-    def __init__(self, make: Callable[[], Labelled], what: str, budget: Budget) -> None:
-        self.make, self.what, self.budget = make, what, budget
+    def __init__(self, make: Callable[[], Labelled], what: str, budget: Budget, needed: bool = True) -> None:
+        self.make, self.what, self.budget, self.needed = make, what, budget, needed
         self.kept: list[tuple[Forward, Targets]] | None = None
 
     def __iter__(self) -> Labelled:
@@ -118,7 +132,7 @@ class Runs:
             else:
                 kept.clear()
             yield forward, targets
-        if not held:
+        if not held and self.needed:
             raise InputError(f"the {self.what} loader gave no batch.")
         self.kept = kept or None
 

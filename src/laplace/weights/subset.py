@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from laplace.checks import choice, shown
-from laplace.errors import OptionError
+from laplace.errors import ArgumentError, OptionError
 from laplace.network.batches import Inputs
 from laplace.weights.all_weights import All
 from laplace.weights.last_layer import REDUCTIONS, FoundLastLayer, find_last_layer
@@ -113,7 +113,7 @@ def _subset(value: Any, indices: Any, last: LastLayer, model: nn.Module) -> Subs
 def _of_word(word: str, indices: Any, last: LastLayer, model: nn.Module) -> Subset:
     if word == "subnetwork":
         if indices is None:
-            raise OptionError(
+            raise ArgumentError(
                 "subset_of_weights='subnetwork' needs subnetwork_indices=, a vector of indices into all trainable "
                 "weights. Selectors of laplace.utils give one: RandomSubnetMask(model, 100).select()."
             )

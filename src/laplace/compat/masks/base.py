@@ -46,7 +46,7 @@ class SubnetMask:
 
     @plainly
     def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:  # (n,)
-        """Select the weights, and store the result in `indices`.
+        """Select the weights, once, and store the result in `indices`.
 
         Args:
             train_loader: Batches of training data, for a selector that needs them.
@@ -55,9 +55,12 @@ class SubnetMask:
             Ascending indices into the flat vector of all trainable weights, as `subnetwork_indices` takes them.
 
         Raises:
-            OptionError: all selected weights have requires_grad=False.
+            OptionError: all selected weights have requires_grad=False, or it has selected before.
             InputError: the selector needs data and got none.
         """
+        if self._indices is not None:
+            kind = type(self).__name__
+            raise OptionError(f"this {kind} has selected already; see its indices. Make another {kind} to select anew.")
         found = self.chosen(train_loader).cpu()
         if not len(found):
             raise OptionError(
@@ -69,7 +72,7 @@ class SubnetMask:
 
     @property
     def indices(self) -> Tensor:
-        """Return the indices of the last selection.
+        """Return the indices of the selection.
 
         Raises:
             NotFittedError: nothing was selected yet.
@@ -80,7 +83,7 @@ class SubnetMask:
 
     @property
     def n_params_subnet(self) -> int:
-        """Return how many weights were selected last."""
+        """Return how many weights were selected."""
         return len(self.indices)
 
     def weights_of(self, names: Collection[str]) -> Tensor:

@@ -77,22 +77,35 @@ class GP(Functional):
         return GPCurvature([sums[f"{name}/K"] for name in layout.names], layout, dtype, self.independent_outputs)
 
 
-class GPCurvature(FunctionCurvature):
-    """Holds the kernel of each tensor at unit precision, (1, R, R), or (C, M, M) for independent outputs."""
+class SpectralCurvature(FunctionCurvature):
+    """Holds eigenvalues that serve every prior precision."""
 
-    def __init__(self, blocks: Sequence[Tensor], layout: Layout, dtype: torch.dtype, independent: bool) -> None:
-        self.blocks, self.layout, self.dtype, self.independent = blocks, layout, dtype, independent
+    def __init__(self, layout: Layout, dtype: torch.dtype, independent: bool) -> None:
+        self.layout, self.dtype, self.independent = layout, dtype, independent
 
     @cached_property
+    @abstractmethod
     def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
-        """Return the eigenvalues, negative ones set to zero, and eigenvectors of the whole kernel at unit precision."""
-        values, vectors = spectrum(torch.stack([*self.blocks]).sum(0))
-        values, clipped = clip(values, self.dtype)
-        return values, vectors, clipped
+        """Return the eigenvalues at unit precision, negative ones set to zero, (G, R), and their basis, (G, R, R)."""
 
     @property
     def clipped(self) -> Clipped:
         return self.eigh[2]
+
+
+class GPCurvature(SpectralCurvature):
+    """Holds the kernel of each tensor at unit precision, (1, R, R), or (C, M, M) for independent outputs."""
+
+    def __init__(self, blocks: Sequence[Tensor], layout: Layout, dtype: torch.dtype, independent: bool) -> None:
+        super().__init__(layout, dtype, independent)
+        self.blocks = blocks
+
+    @cached_property
+    def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
+        """Return the eigenvalues and eigenvectors of the whole kernel."""
+        values, vectors = spectrum(torch.stack([*self.blocks]).sum(0))
+        values, clipped = clip(values, self.dtype)
+        return values, vectors, clipped
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> GPGaussian:
         scale = scale.double()
@@ -106,7 +119,7 @@ class GPCurvature(FunctionCurvature):
 class Solver(ABC):
     """Holds a factorisation of 1 + s K."""
 
-    def __init__(self, curvature: GPCurvature, scale: Tensor) -> None:
+    def __init__(self, curvature: SpectralCurvature, scale: Tensor) -> None:
         self.curvature, self.scale, self.layout = curvature, scale, curvature.layout
 
     @abstractmethod
@@ -138,7 +151,7 @@ class Solver(ABC):
 class Spectral(Solver):
     """Solves for one precision delta of all weights. One eigenbasis of the kernel serves every delta."""
 
-    def __init__(self, curvature: GPCurvature, scale: Tensor, delta: Tensor) -> None:
+    def __init__(self, curvature: SpectralCurvature, scale: Tensor, delta: Tensor) -> None:
         super().__init__(curvature, scale)
         values, self.vectors, _ = curvature.eigh
         self.delta, self.values = delta, scale * values / delta  # eigenvalues of s K, (G, R)
@@ -162,6 +175,7 @@ class Spectral(Solver):
 
     def traces(self, groups: str) -> Traces:
         if groups != "scalar":
+            assert isinstance(self.curvature, GPCurvature)
             return Cholesky(self.curvature, self.scale, [self.delta] * len(self.layout.names)).traces(groups)
         shrunk, p = self.values / (1 + self.values), self.layout.n_params
         t = (p - shrunk.sum()) / self.delta
@@ -174,7 +188,7 @@ class Cholesky(Solver):
 
     def __init__(self, curvature: GPCurvature, scale: Tensor, deltas: Sequence[Tensor]) -> None:
         super().__init__(curvature, scale)
-        self.deltas, self.inverse = deltas, [1 / d for d in deltas]
+        self.blocks, self.deltas, self.inverse = curvature.blocks, deltas, [1 / d for d in deltas]
         total = torch.eye(curvature.blocks[0].shape[-1], dtype=torch.float64, device=scale.device)
         for weight, block in zip(self.inverse, curvature.blocks, strict=True):
             total = total + (scale * weight) * block
@@ -198,7 +212,7 @@ class Cholesky(Solver):
 
         Sigma_bh = ([b = h] - G_b^T (1/s + K)^-1 G_h / delta_h) / delta_b.
         """
-        pairs = zip(self.curvature.blocks, self.inverse, strict=True)
+        pairs = zip(self.blocks, self.inverse, strict=True)
         shrunk = [torch.cholesky_solve(block * (self.scale * weight), self.root) for block, weight in pairs]
         tau = torch.stack([w.diagonal(dim1=1, dim2=2).sum() for w in shrunk])
         omega = torch.stack([torch.stack([(w * u.mT).sum() for u in shrunk]) for w in shrunk])

@@ -25,7 +25,7 @@ def kernels(gradients: Gradients, points: int, independent: bool) -> list[Tensor
             shape = (k, points, points) if independent else (1, points * k, points * k)
             blocks = [torch.empty(shape, dtype=torch.float64, device=use.g.device) for use in left]
         for block, one, two in zip(blocks, left, right, strict=True):
-            term = one.double().cross_each(two.double()) if independent else _cross(one, two)
+            term = one.double().cross_each(two.double()) if independent else cross(one, two)
             block[:, rows, columns], block[:, columns, rows] = term, term.mT
     return blocks
 
@@ -37,14 +37,15 @@ def kernel(gradients: Gradients, points: int) -> Tensor:  # (M K, M K)
         if not len(total):
             side = points * left[0].shape[0]
             total = torch.empty(side, side, dtype=torch.float64, device=left[0].g.device)
-        term = _cross(left[0], right[0])
+        term = cross(left[0], right[0])
         for one, two in zip(left[1:], right[1:], strict=True):
-            term += _cross(one, two)
+            term += cross(one, two)
         total[rows, columns], total[columns, rows] = term, term.T
     return total
 
 
-def _cross(one: Use, two: Use) -> Tensor:  # (N K, M K)
+def cross(one: Use, two: Use) -> Tensor:  # (N K, M K)
+    """Return <G, G'> of one parameter for all points and vectors."""
     return one.double().cross(two.double()).flatten(2).flatten(0, 1)
 
 

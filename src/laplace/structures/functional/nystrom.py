@@ -55,8 +55,7 @@ class Nystrom(Functional):
         return f"{len(own['U'])} directions"
 
     def vectors(self, curvature: OutputCurvature, repeats: float) -> Tensor:
-        some = curvature.squares()
-        return torch.eye(some.shape[1], dtype=some.dtype, device=some.device).unsqueeze(1).expand(-1, len(some), -1)
+        return unit_vectors(curvature.squares())
 
     def bytes(self, points: int, vectors: int, layout: Layout, itemsize: int) -> int:
         rows = vectors * points
@@ -71,15 +70,7 @@ class Nystrom(Functional):
     def from_points(self, gradients: Gradients, points: int, layout: Layout) -> Sums:
         values, vectors = spectrum(kernel(gradients, points))
         rank = self._rank(values)
-        weights = (vectors[:, -rank:] * values[-rank:].rsqrt()).T  # (r, M C)
-        steps: list[Tensor] = []
-        start = 0
-        for uses in gradients():
-            c, n, _ = uses[0].shape
-            part = weights[:, start : start + n * c].unflatten(1, (n, c))
-            terms = [use.double().back(part).to(use.g.dtype) for use in uses]
-            steps = [step + term for step, term in zip(steps, terms, strict=True)] if steps else terms
-            start += n * c
+        steps = directions(gradients, values[-rank:], vectors[:, -rank:])
         return {f"{name}/U": step for name, step in zip(layout.names, steps, strict=True)}
 
     def further(self, sums: Sums, layout: Layout, dtype: torch.dtype) -> Pass | None:
@@ -105,6 +96,26 @@ class Nystrom(Functional):
             warn(f"rank={self.rank} is more than the rank of the kept points' kernel: {there} directions are kept.")
         last = values[-min(there, DEFAULT_RANK if self.rank is None else self.rank)]
         return int((values > (1 - _CLOSE) * last).sum())  # keep equal ones together: a choice would be arbitrary
+
+
+def unit_vectors(outputs: Tensor) -> Tensor:  # (N, C) -> (C, N, C)
+    """Return the vectors that give the gradients of all outputs."""
+    n, c = outputs.shape
+    return torch.eye(c, dtype=outputs.dtype, device=outputs.device).unsqueeze(1).expand(-1, n, -1)
+
+
+def directions(gradients: Gradients, values: Tensor, vectors: Tensor) -> list[Tensor]:  # (r,), (M C, r) -> (r, p) each
+    """Return orthonormal directions of weight space from eigenpairs of the kernel: J^T q / sqrt(lambda)."""
+    weights = (vectors * values.rsqrt()).T  # (r, M C)
+    steps: list[Tensor] = []
+    start, dtype = 0, weights.dtype
+    for uses in gradients():
+        c, n, _ = uses[0].shape
+        part, dtype = weights[:, start : start + n * c].unflatten(1, (n, c)), uses[0].g.dtype
+        terms = [use.double().back(part) for use in uses]
+        steps = [step + term for step, term in zip(steps, terms, strict=True)] if steps else terms
+        start += n * c
+    return [step.to(dtype) for step in steps]
 
 
 class Projected(Pass):

@@ -18,6 +18,7 @@ from torch import Tensor
 from laplace.backprop.asked import Asked
 from laplace.backprop.gradients import Engine, Forward, Jacobian, JacobianOf, KroneckerCovariance
 from laplace.backprop.uses import Use
+from laplace.linalg.symmetric import total
 from laplace.network.batches import Batch
 
 Value = TypeVar("Value")
@@ -126,10 +127,11 @@ class FunctionJacobian:
         """Return the same for each output by itself."""
         return torch.cat([_summed(_cross_each, self.whole, uses, weights) for uses in self.gradients()], 2)
 
-    def moved(self, steps: Sequence[Tensor]) -> Tensor:  # (r, p) each -> (N, C, r)
-        """Return J U."""
+    def moved(self, steps: Iterable[Tensor]) -> Tensor:  # (r, p) each -> (N, C, r)
+        """Return J U, in float64 if the steps are."""
         pairs = zip(self.asked.parameters, steps, strict=True)
-        return torch.stack([part.along(step) for part, step in pairs]).sum(0).permute(1, 2, 0)
+        terms = ((part.double() if step.dtype == torch.float64 else part).along(step) for part, step in pairs)
+        return total(terms).permute(1, 2, 0)
 
     def prior(self, asked: Asked, weights: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Tensor:
         """Return the asked part of the sum over parameters of weight J J^T."""

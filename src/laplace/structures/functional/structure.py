@@ -15,6 +15,7 @@ from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import EIGH
 from laplace.structures.base import Contribution, Structure, Sums
 from laplace.structures.functional.points import FunctionForward, Gradients, Points
+from laplace.structures.functional.subset import Subset
 from laplace.structures.gaussian import Curvature, Gaussian
 from laplace.weights.layout import Layout
 
@@ -45,6 +46,15 @@ class Functional(Structure):
     def most(self) -> int:
         """Return the largest number of points to keep."""
         return DEFAULT_POINTS if self.n_subset is None else self.n_subset
+
+    @property
+    def drawn(self) -> int:
+        """Return how many points to draw in the first run over the data, of which `place` makes those to use."""
+        return self.most
+
+    def place(self, subset: Subset, n_data: int, engine: Engine) -> Points:
+        """Return the points to use, from those that were drawn from `n_data` examples: all of them."""
+        return subset.points(n_data, self.n_subset, self.vectors)
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
         """Return nothing: the first run over the data only collects points."""

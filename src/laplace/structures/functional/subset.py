@@ -1,12 +1,13 @@
 """Draw a subset of the data uniformly without replacement, in one reading.
 
-Every example gets a random number, and the examples with the smallest numbers are kept. So the subset does not depend
-on batch sizes, and the size of the data need not be known.
+Every example gets a random number, which depends on its place in the data alone, and the examples with the smallest
+numbers are kept. So the subset does not depend on batch sizes or processes, and the size of the data need not be known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from laplace.errors import InputError
 from laplace.linalg.output_curvature import OutputCurvature
-from laplace.linalg.sampling import uniforms
+from laplace.linalg.sampling import Keyed, uniforms
 from laplace.network.batch_merging import gathered
 from laplace.network.batches import Batch, Inputs
 from laplace.structures.functional.points import Points
@@ -27,12 +28,12 @@ class _Seen:
     """Holds the points kept from one batch."""
 
     keys: Tensor  # (m,), random; points with the smallest keys are kept
-    numbers: Tensor  # (m,), places in the order of reading
+    numbers: Tensor  # (m,), places in the data
     inputs: Inputs
     curvature: OutputCurvature
 
     def only(self, index: Tensor) -> _Seen:
-        inputs = self.inputs.at(index)  # copied: a loader may reuse its memory
+        inputs = self.inputs.at(index)
         return _Seen(
             self.keys[index], self.numbers[index], inputs, self.curvature.part(index.to(self.curvature.device))
         )
@@ -42,29 +43,34 @@ class Subset:
     """Holds the points that are kept so far."""
 
     def __init__(self, most: int, seed: int) -> None:
-        self.most, self.generator = most, torch.Generator().manual_seed(seed)
+        self.most, self.seed = most, seed
         self.parts: list[_Seen] = []
-        self.seen = 0
 
-    def see(self, inputs: Inputs, curvature: OutputCurvature, n: int) -> None:
-        """Draw from a batch of n examples with the curvature of their outputs."""
+    def see(self, inputs: Inputs, curvature: OutputCurvature, places: Tensor) -> None:
+        """Draw from a batch of examples at these places in the data, (n,), with the curvature of their outputs."""
+        n = len(places)
         if inputs.size != n or inputs.shared:
             raise InputError(
                 f"hessian_structure='gp' keeps single points, and these inputs of {n} examples cannot be split into "
                 "examples. Give inputs whose tensors all have the examples in their first dimension."
             )
-        keys = uniforms(n, 1, 1, torch.empty(0), self.generator).flatten()
-        parts = [*self.parts, _Seen(keys, torch.arange(self.seen, self.seen + n), inputs, curvature)]
-        self.seen += n
-        sizes = [len(part.keys) for part in parts]
-        kept = torch.zeros(sum(sizes), dtype=torch.bool)
-        kept[torch.cat([part.keys for part in parts]).topk(min(self.most, len(kept)), largest=False).indices] = True
-        masks = zip(parts, kept.split(sizes), strict=True)
-        self.parts = [
-            part if part is not parts[-1] and mask.all() else part.only(mask.nonzero().flatten())
-            for part, mask in masks
-            if mask.any()
-        ]
+        keys = uniforms(n, 1, 1, torch.empty(0), Keyed(self.seed, places)).flatten()
+        new = _Seen(keys, places, inputs, curvature)
+        self.parts = _smallest([*self.parts, new], self.most, new)
+
+    def fewer(self, most: int) -> Subset:
+        """Return the points that a subset of at most `most` points would have kept."""
+        out = copy.copy(self)
+        out.most, out.parts = most, _smallest(self.parts, most, None)
+        return out
+
+    def joined(self, kept: Sequence[Sequence[_Seen]]) -> Subset:
+        """Return the subset of all data from those that several processes have kept, in the order of the data."""
+        every = [part.only(torch.tensor([i])) for parts in kept for part in parts for i in range(len(part.keys))]
+        every.sort(key=lambda point: float(point.keys))
+        whole = Subset(self.most, self.seed)
+        whole.parts = sorted(every[: self.most], key=lambda point: int(point.numbers))
+        return whole
 
     def points(self, n_data: int, asked: int | None, vectors: Vectors) -> Points:
         """Return the points drawn from `n_data` examples, with the vectors to send back from their outputs."""
@@ -80,3 +86,16 @@ class Subset:
         groups = gathered(batches, lambda: kept)
         joined = [group if isinstance(group, Batch) else group.joined() for group in groups]
         return Points(joined, torch.cat([part.numbers for part in self.parts]))
+
+
+def _smallest(parts: list[_Seen], most: int, new: _Seen | None) -> list[_Seen]:
+    """Return the points with the smallest keys. Those of `new` are copied: a loader may reuse its memory."""
+    sizes = [len(part.keys) for part in parts]
+    kept = torch.zeros(sum(sizes), dtype=torch.bool)
+    kept[torch.cat([part.keys for part in parts]).topk(min(most, len(kept)), largest=False).indices] = True
+    masks = zip(parts, kept.split(sizes), strict=True)
+    return [
+        part if part is not new and mask.all() else part.only(mask.nonzero().flatten())
+        for part, mask in masks
+        if mask.any()
+    ]

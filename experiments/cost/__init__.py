@@ -1,0 +1,1 @@
+"""What each method costs beside the network alone: training, prediction, memory."""

@@ -1,0 +1,1 @@
+"""Does the evidence choose the network that predicts best?"""

@@ -1,0 +1,1 @@
+"""Which structure of the curvature, with all weights of a small CNN?"""

@@ -1,0 +1,1 @@
+"""LeNet on MNIST, rotated digits and unknown images: Laplace beside its rivals."""

@@ -1,0 +1,172 @@
+"""Calibrate: `la.conformal(cal_loader)`, or of predictions that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.checks import flag, flag_or_none, generator_or_none
+from laplace.conformal.calibrated import Conformal
+from laplace.conformal.examples import AnyPrediction, candidates, labelled, rows_of, targets_of
+from laplace.conformal.quantiles import checked_level
+from laplace.conformal.rules import IntervalRule, rule_of
+from laplace.errors import InputError, OptionError, UnsupportedError
+from laplace.inference.source import Source
+from laplace.linalg.autocast import plainly
+from laplace.network.loaders import ArrayBatches
+from laplace.predictive.links import Link
+from laplace.predictive.prediction import Prediction
+from laplace.predictive.reshape import PredictionAtPositions
+from laplace.spec import refuse_unknown_keywords
+
+
+@refuse_unknown_keywords
+@plainly
+@torch.no_grad()
+def conformal(
+    source: Source,
+    /,
+    cal_loader: Any,
+    level: float = 0.9,
+    method: str | None = None,
+    *,
+    y: Any = None,
+    class_conditional: bool = False,
+    randomized: bool | None = None,
+    penalty: float | None = None,
+    k_reg: int | None = None,
+    pred_type: str = "glm",
+    link_approx: str | Link | None = None,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    progress_bar: bool | None = None,
+) -> Conformal:
+    """Calibrate intervals or sets that hold y with probability at least `level`, whatever the network and posterior.
+
+    The guarantee is for new examples that are exchangeable with those of `cal_loader`, on average over inputs.
+    Take examples that were used neither for training nor for tuning.
+
+    Args:
+        cal_loader: Batches (x, y), or mappings; or the inputs of all data, with labels in `y`.
+        level: What calls promise if they name no level of their own, between 0 and 1.
+        method: The score. For regression: 'scaled' by the predictive standard deviation, 'absolute', or 'cqr', the
+            predictive's quantiles moved by one amount. For counts: 'scaled'. For classes: 'lac', all classes above one
+            probability, with the smallest sets; 'aps' and 'raps', with sets that adapt to how hard an input is. For
+            labels: 'lac'. The first of these if left out.
+        y: The labels, if `cal_loader` is the inputs of all data.
+        class_conditional: Whether the promise is made for each true class by itself (Mondrian). It takes as many
+            examples of every class as `level` asks for: at least 9 at 0.9, 99 at 0.99.
+        randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
+        penalty: For 'raps', what each class beyond `k_reg` adds to the score; 0.01 if left out.
+        k_reg: For 'raps', how many classes are free; 5 if left out.
+        pred_type: As for `predict`.
+        link_approx: As for `predict`.
+        n_samples: As for `predict`.
+        generator: What 'aps' and 'raps', and draws of predictions, use. torch's global one if left out.
+        progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
+
+    Returns:
+        A `Conformal`, with `interval(x)`, `set(x)`, `coverage_test(loader)`, `save` and `load`.
+
+    Raises:
+        OptionError: the level is not between 0 and 1, or the method or an option does not exist for this likelihood.
+        InputError: there is no example, or labels do not match.
+        UnsupportedError: the likelihood does not predict y, or the network has outputs at several positions.
+    """
+    likelihood = source.likelihood
+    if likelihood.response is not likelihood or likelihood.pairs:
+        raise UnsupportedError(
+            f"{likelihood.name!r} does not predict y at new inputs, so there is nothing to calibrate. Take "
+            "'regression', 'heteroscedastic', 'classification', 'binary', 'multilabel' or 'poisson'."
+        )
+    generator = generator_or_none(generator)
+    options = {"pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples}
+    data = cal_loader if y is None else ArrayBatches(cal_loader, y)
+    examples = labelled(source, data, options | {"generator": generator}, flag_or_none(progress_bar, "progress_bar"))
+    given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
+    return _calibrated(examples, level, method, class_conditional, given, generator, source, options)
+
+
+@refuse_unknown_keywords
+@torch.no_grad()
+def from_predictions(
+    prediction: AnyPrediction,
+    y: Any,
+    level: float = 0.9,
+    method: str | None = None,
+    *,
+    class_conditional: bool = False,
+    randomized: bool | None = None,
+    penalty: float | None = None,
+    k_reg: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Conformal:
+    """Calibrate on predictions that are there already, of whatever made them.
+
+        conformal = from_predictions(la.predict(x_cal), y_cal)
+        conformal.interval(la.predict(x_new))
+
+    Args:
+        prediction: What `predict` returned for the calibration examples.
+        y: Their labels.
+        level: What calls promise if they name no level of their own, between 0 and 1.
+        method: As for `la.conformal`.
+        class_conditional: Whether the promise is made for each true class by itself (Mondrian).
+        randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
+        penalty: For 'raps', what each class beyond `k_reg` adds to the score; 0.01 if left out.
+        k_reg: For 'raps', how many classes are free; 5 if left out.
+        generator: What 'aps' and 'raps' draw from. torch's global one if left out.
+
+    Returns:
+        A `Conformal`, whose calls take predictions instead of inputs.
+
+    Raises:
+        OptionError: the level is not between 0 and 1, or the method or an option does not exist for this prediction.
+        InputError: there is no example, or labels do not match.
+    """
+    if not isinstance(prediction, (Prediction, PredictionAtPositions)):
+        raise InputError(f"a {type(prediction).__name__} is no prediction. Give what la.predict(x) returns.")
+    given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
+    rng = generator_or_none(generator)
+    rows = rows_of(prediction)
+    return _calibrated([(rows, targets_of(rows, y))], level, method, class_conditional, given, rng, None, None)
+
+
+def _calibrated(
+    examples: Iterable[tuple[Prediction, Tensor]],
+    level: float,
+    method: str | None,
+    class_conditional: bool,
+    given: dict[str, Any],
+    generator: torch.Generator | None,
+    source: Source | None,
+    options: dict[str, Any] | None,
+) -> Conformal:
+    level, by_class = checked_level(level), flag(class_conditional, "class_conditional")
+    rule, kind, n_classes = None, "", 0
+    kept: list[Tensor] = []
+    labels: list[Tensor] = []
+    for rows, target in examples:
+        if rule is None:
+            rule, kind = rule_of(method, rows.kind, given), rows.kind
+        if isinstance(rule, IntervalRule):
+            if by_class:
+                raise OptionError(f"class_conditional=True is for classes; this is a prediction of {kind}.")
+            kept.append(rule.kept((target - rows.mean.double()).abs(), rows.std.double()))
+            continue
+        p = candidates(rows)
+        n_classes = p.shape[-1]
+        kept.append(rule.scores(p, rule.random(p, generator)).gather(-1, target.unsqueeze(-1)).squeeze(-1))
+        labels.append(target)
+    if rule is None or not sum(map(len, kept)):
+        raise InputError("the data to calibrate on holds no example.")
+    scores = torch.cat(kept).cpu()
+    if not scores.isfinite().all():
+        raise InputError("a score of a calibration example is NaN or infinite: its predicted deviation may be zero.")
+    own = torch.cat(labels).cpu() if by_class else None
+    made = Conformal(rule, scores, own, n_classes, kind, level, source, options)
+    made.threshold()  # warns if there are too few examples for the level
+    return made

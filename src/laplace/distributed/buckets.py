@@ -1,0 +1,59 @@
+"""Add tensors over the ranks of a group: one all-reduce for each bucket of 64 MB, each dtype by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, distributed
+
+BUCKET = 2**26  # bytes
+
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+def add_up(
+    sums: Mapping[str, Tensor],
+    forms: Mapping[str, Form],  # by key, in the order in which all ranks send
+    device: torch.device,
+    via: torch.device | None,
+    group: distributed.ProcessGroup,
+) -> dict[str, Tensor]:
+    """Return the totals over all ranks, in the agreed dtypes, on `device`. The given tensors may be overwritten.
+
+    Args:
+        sums: what this rank adds. Keys that it lacks count as zeros.
+        forms: shape and dtype of every key.
+        device: where this rank's tensors are.
+        via: the device that the group sends from; None if any will do.
+        group: the process group.
+    """
+    totals = {
+        key: (sums[key].to(dtype).contiguous() if key in sums else torch.zeros(shape, dtype=dtype, device=device))
+        for key, (shape, dtype) in forms.items()
+    }
+    for parts in _buckets([t.view(-1) for t in totals.values()]):
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        sent = packed if via is None else packed.to(via)
+        distributed.all_reduce(sent, group=group)
+        if sent is not parts[0]:
+            sizes = [len(part) for part in parts]
+            for part, value in zip(parts, sent.to(packed.device).split(sizes), strict=True):
+                part.copy_(value)
+    return totals
+
+
+def _buckets(flat: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield views of up to 64 MB together, of one dtype. Larger tensors are cut, and sent without a copy."""
+    for dtype in dict.fromkeys(t.dtype for t in flat):
+        parts: list[Tensor] = []
+        room = most = BUCKET // dtype.itemsize
+        for t in flat:
+            for part in t.split(most) if t.dtype == dtype else ():
+                if len(part) > room and parts:
+                    yield parts
+                    parts, room = [], most
+                parts.append(part)
+                room -= len(part)
+        if any(len(part) for part in parts):
+            yield parts

@@ -1,0 +1,75 @@
+"""Read the option `group=`: which processes fit one posterior together."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final, TypeAlias
+
+from torch import distributed
+
+from laplace.checks import shown
+from laplace.distributed.ranks import Ranks
+from laplace.distributed.reduce import Reduce, alone
+from laplace.distributed.shards import divided_by
+from laplace.errors import OptionError
+
+_WRITE = (
+    "Write group=torch.distributed.group.WORLD: each rank reads its own part of the data, and all end with the "
+    "posterior of all of it. Or group=None, to keep the posterior of this rank's own batches."
+)
+
+
+class Unsaid(Enum):
+    """The default of `group=`, which is not None: None is something that users say on purpose."""
+
+    UNSAID = "not said"
+
+    def __repr__(self) -> str:
+        return "'not said'"
+
+
+OWN: Final = Unsaid.UNSAID
+Group: TypeAlias = "distributed.ProcessGroup | Unsaid | None"
+
+
+def world_size() -> int:
+    """Return how many processes torch.distributed has, 1 if it was not started."""
+    started = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if started else 1
+
+
+def global_rank() -> int:
+    """Return the number of this process, 0 if torch.distributed was not started."""
+    return distributed.get_rank() if world_size() > 1 else 0
+
+
+def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
+    """Return what the processes of `group` exchange. Refuse sharded data or networks if the user said nothing.
+
+    Args:
+        group: the user's option.
+        wrapped: the class that spread the network over processes, if one did.
+        loader: the data of this process.
+
+    Raises:
+        OptionError: `group` is no process group of this process; or nothing was said and the call needs it.
+    """
+    if group is None:
+        return alone
+    if isinstance(group, Unsaid):
+        size = world_size()
+        if size > 1 and (what := divided_by(loader)) is not None:
+            raise OptionError(
+                f"the data is divided over {size} ranks by {what}, so that this rank alone sees a part of it. {_WRITE}"
+            )
+        if size > 1 and wrapped is not None:
+            raise OptionError(f"this is {wrapped}, on {size} ranks. {_WRITE}")
+        return alone
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        raise OptionError(
+            f"group={shown(group)} is a {type(group).__name__}; a process group of torch.distributed is needed, as "
+            "torch.distributed.group.WORLD after init_process_group(), or None."
+        )
+    if distributed.get_rank(group) < 0:
+        raise OptionError("group= is a process group that this process is not in. Give one that it is in, or None.")
+    return Ranks(group)

@@ -1,0 +1,160 @@
+"""Exchange values between the ranks of a process group so that an error of one is an error of all, and nothing hangs.
+
+Every exchange begins with an all-gather of small reports, a value or an error from each rank. So a rank that fails
+still arrives where the others wait for it, and tells them why. Tensors follow only if nobody has failed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from laplace.distributed.buckets import add_up
+from laplace.distributed.reduce import Reduce
+from laplace.errors import InputError, LaplaceError, RankError, numbered
+
+Value = TypeVar("Value")
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Says how the work of one rank ended."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class Ranks(Reduce):
+    """Is one of the processes of a group.
+
+    Args:
+        group: a process group of torch.distributed, in which this process is.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._interrupted = False  # Ctrl-C came during an exchange, and nobody knows yet
+        self._over = False  # whether all ranks know that the session has failed
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self._over = self._interrupted = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._over:
+                self._fail(error)
+            raise
+        self.agree(lambda: None)
+        if self._interrupted:  # during that last exchange
+            raise KeyboardInterrupt
+
+    def agree(self, work: Callable[[], Value]) -> list[Value]:
+        try:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            value = work()
+        except BaseException as error:
+            if not self._over:
+                self._fail(error)
+            raise
+        reports = self._gather(_Report(value))
+        self._raise_errors(reports)
+        return [report.value for report in reports]
+
+    def share(self, source: int, value: Value) -> Value:
+        return self.agree(lambda: value if self.rank == source else None)[source]  # type: ignore[return-value]
+
+    def total(self, sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        forms = self.agree(lambda: {key: (tuple(t.shape), t.dtype) for key, t in sums.items()})
+        agreed = _agreed(forms)
+        with self._undisturbed(), self._connected():
+            return add_up(sums, agreed, device, self._device, self.group)
+
+    @property
+    def _device(self) -> torch.device | None:
+        """Return the device that the group's tensors must be on, or None if any will do."""
+        backend = distributed.get_backend(self.group)
+        return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None
+
+    def _gather(self, report: _Report) -> list[_Report]:
+        reports: list[Any] = [None] * self.size
+        with self._undisturbed(), self._connected():
+            distributed.all_gather_object(reports, report, self.group)
+        return reports
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed. An error about data or the network is raised with its number."""
+        self._over = True
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self._gather(_Report(error=said))
+        told = numbered(error, f"rank {self.rank}") if isinstance(error, LaplaceError) else error
+        if told is not error:
+            raise told from error.__cause__
+
+    def _raise_errors(self, reports: list[_Report]) -> None:
+        failed = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
+        if not failed:
+            return
+        self._over = True
+        first = min(failed)
+        more = f" ({len(failed)} of {self.size} ranks failed.)" if len(failed) > 1 else ""
+        raise RankError(
+            f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}.{more} The "
+            "posterior is as it was before the call, on every rank."
+        )
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Turn a broken connection into an error that says so."""
+        try:
+            yield
+        except (RuntimeError, ConnectionError) as error:
+            self._over = True
+            raise RankError(
+                f"rank {self.rank} of {self.size} lost the others: one of them was killed, or took longer than the "
+                "group's timeout. Start the job again; with fit(checkpoint=...) it goes on from its last file. For "
+                "shards that take longer, init_process_group(timeout=timedelta(...)). torch.distributed says: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            ) from error
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Make Ctrl-C wait for the end of an exchange: a rank that leaves in its midst leaves the others hanging."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+
+        before = signal.signal(signal.SIGINT, remember)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _agreed(forms: list[dict[str, Form]]) -> dict[str, Form]:
+    """Return shape and dtype of every key, sorted. Ranks may differ in dtype: the wider one is taken."""
+    agreed: dict[str, Form] = {}
+    for rank, of_rank in enumerate(forms):
+        for key, (shape, dtype) in of_rank.items():
+            known, wide = agreed.get(key, (shape, dtype))
+            if known != shape:
+                raise InputError(
+                    f"the sums {key!r} have shape {shape} on rank {rank} and {known} on a rank before it: the ranks "
+                    "use these weights in different ways. Give every rank data of the same kind."
+                )
+            agreed[key] = shape, torch.promote_types(wide, dtype)
+    return dict(sorted(agreed.items()))

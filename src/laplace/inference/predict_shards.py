@@ -1,0 +1,53 @@
+"""Put the predictions of several processes together, each of which has predicted its own part of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laplace.distributed import Reduce
+from laplace.distributed.shards import Shard
+from laplace.linalg.sampling import Draws
+from laplace.predictive.mixtures import Outputs, joined
+from laplace.predictive.positions import Positions
+from laplace.predictive.reshape import Reshaper
+
+Part = tuple[Outputs, Tensor | None]  # outputs, and the mean through the link
+Report = tuple[Outputs, Tensor | None, Positions, Tensor | None]
+
+
+def same_draws(draws: Draws, reduce: Reduce) -> Draws:
+    """Return draws that are the same on all ranks: those of the first."""
+    seed = int(torch.randint(2**62, (), generator=draws.generator))
+    return Draws(draws.n, torch.Generator().manual_seed(reduce.share(0, seed)), draws.apart)
+
+
+def parts_in_order(parts: Sequence[Part], shape: Reshaper, shard: Shard, reduce: Reduce) -> tuple[list[Part], Reshaper]:
+    """Return the predictions of all ranks in the order of the data; rank after rank where no loader can say it."""
+    reports = [report for report in reduce.agree(lambda: _report(parts, shape, shard.places)) if report is not None]
+    if not reports:
+        return [], shape
+    outputs = joined([outputs for outputs, *_ in reports])
+    means = [mean for _, mean, *_ in reports if mean is not None]
+    mean = torch.cat(means) if means else None
+    whole = Reshaper([positions for *_, positions, _ in reports])
+    places = [at for *_, at in reports]
+    known = [at for at in places if at is not None]
+    if len(known) == len(places):
+        count = whole.positions.count
+        order = (torch.cat(known).argsort().unsqueeze(1) * count + torch.arange(count)).flatten()
+        outputs = outputs.map_rows(lambda t: t[order.to(t.device)])
+        mean = None if mean is None else mean[order.to(mean.device)]
+    return [(outputs, mean)], whole
+
+
+def _report(parts: Sequence[Part], shape: Reshaper, places: Tensor | None) -> Report | None:
+    if not parts:
+        return None
+    outputs, positions = joined([outputs for outputs, _ in parts]), shape.positions
+    means = [mean for _, mean in parts if mean is not None]
+    at = places[: positions.n] if places is not None and len(places) >= positions.n else None
+    sent = outputs.map_rows(lambda t: t)  # without products with a covariance, which cannot be sent
+    return sent, torch.cat(means) if means else None, positions, at

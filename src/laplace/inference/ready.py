@@ -1,0 +1,97 @@
+"""Keep the engine that a prediction ran the network with ready for the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace.backprop import Head, Network
+from laplace.network.kept import KeptReplica
+from laplace.posterior.posterior import Fit
+
+_IDLE = 4  # most engines that wait for a call: one for each thread that predicts
+_AT_ONCE = 2**16  # most weights that are compared with the posterior's mean in one call
+
+
+@dataclass
+class ReadyEngine:
+    """An engine on a kept replica, and the weights that its posterior belongs to."""
+
+    engine: Head | Network
+    kept: KeptReplica
+    fit: Fit
+    pairs: list[tuple[Tensor, Tensor]]  # parts of the network's weights, and of the mean at the fit
+    turn: int = 0
+
+    @classmethod
+    def of(cls, engine: Head | Network, kept: KeptReplica, fit: Fit, tensors: list[Tensor]) -> ReadyEngine | None:
+        """Make an engine ready, for a network whose uncertain weights are those of the fit. None if it cannot be."""
+        pairs, layout = [], engine.weights.layout
+        for t, flat, m in zip(tensors, layout.gather(tensors), layout.split(fit.mean), strict=True):
+            if flat.data_ptr() != t.data_ptr() or t.device != m.device:  # a copy would not follow the weights
+                return None
+            pairs += zip(flat.split(_AT_ONCE), m.to(t.dtype).split(_AT_ONCE), strict=True)
+        if isinstance(engine, Network):
+            engine.put_hooks()
+        kept.settle()
+        return cls(engine, kept, fit, pairs)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the network's first tensor."""
+        return self.kept.tensors[0].device
+
+    def serves(self, fit: Fit) -> bool:
+        """Whether network and weights are as they were.
+
+        Writes that torch counts are always seen. Those through `.data` are seen in the uncertain weights alone, of
+        which 65,536 are compared in a call, the next ones in the next call.
+        """
+        if self.fit is not fit or not self.kept.is_current():
+            return False
+        left = _AT_ONCE
+        for _ in self.pairs:
+            t, m = self.pairs[self.turn]
+            left -= t.numel()
+            if left < 0:
+                break
+            self.turn = (self.turn + 1) % len(self.pairs)
+            if not torch.equal(t, m):
+                return False
+        return True
+
+
+class Ready:
+    """Engines that wait for a call. Each serves one call at a time, so that threads do not meet in a replica."""
+
+    def __init__(self) -> None:
+        self._idle: list[ReadyEngine] = []
+
+    def take(self, fit: Fit) -> ReadyEngine | None:
+        """Return an engine that may be used for this fit, if there is one. Others are dropped."""
+        while self._idle:
+            try:
+                ready = self._idle.pop()
+            except IndexError:  # another thread was faster
+                return None
+            if ready.serves(fit):
+                return ready
+        return None
+
+    def give(self, ready: ReadyEngine) -> None:
+        """Keep an engine for the next call, unless the run has left something in its replica."""
+        if len(self._idle) < _IDLE and ready.kept.is_clean():
+            self._idle.append(ready)
+
+    def clear(self) -> None:
+        """Drop all engines."""
+        self._idle.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ready:
+        return Ready()
+
+    def __reduce__(self) -> tuple[type[Ready], tuple[()]]:
+        return Ready, ()

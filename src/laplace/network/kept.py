@@ -1,0 +1,153 @@
+"""Keep a replica from one call to the next, as long as neither it nor its original has changed.
+
+A replica copies every container on the way to a module. So it is out of date if one of these holds another object than
+it did, or if a tensor lies elsewhere in memory. Both are seen without making the copy again: identities of what the
+containers hold are compared, and addresses of tensors. In the same way we see whether a run has left something in the
+replica itself (a counter, a cache, the last activations). Then it is not used again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable
+from itertools import chain
+from types import CellType, FunctionType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+
+from laplace.network.copying import LONG, Copies, held_by
+from laplace.network.replica import known_writes, replica_and_copies, unwrap
+
+_MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
+_SEQUENCES: Final = frozenset({list, set, deque})
+_FIXED: Final = frozenset({tuple, frozenset})  # nothing in them can be replaced
+_ASIDE: Final = (  # of a module: nothing in them has to do with its forward pass
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_non_persistent_buffers_set",
+)
+
+
+class KeptReplica:
+    """A replica, and what tells whether it may be used again.
+
+    Attributes:
+        replica: the copy of the network.
+        tensors: the network's own parameters and buffers, in the order of `Snapshot`.
+    """
+
+    def __init__(self, model: nn.Module, replica: nn.Module, copies: Copies) -> None:
+        self.replica = replica
+        self.tensors = [*model.parameters(), *model.buffers()]
+        pairs, aside = [*copies.pairs()], set[int]()
+        for value, _ in pairs:
+            if isinstance(value, nn.Module):
+                aside |= {id(value.__dict__.get(name)) for name in _ASIDE}
+        pairs = [pair for pair in pairs if id(pair[0]) not in aside]
+        self._theirs = Contents(chain((value for value, _ in pairs), copies.dead_ends()))
+        self._copies = [copy for value, copy in pairs if copy is not value]
+        self._own: Contents | None = None
+        self._places = _places(self.tensors)
+
+    def is_current(self) -> bool:
+        """Whether the network is as it was when the replica was made, and no tensor was written to."""
+        return self._theirs.are_same() and self._places == _places(self.tensors)
+
+    def settle(self) -> None:
+        """Remember the replica as it is now, with the hooks that it has got, before it runs."""
+        self._own = Contents(self._copies)
+
+    def is_clean(self) -> bool:
+        """Whether no run has left anything in the replica since `settle`."""
+        return self._own is not None and self._own.are_same()
+
+
+def replicate_to_keep(model: nn.Module, tracked: Collection[str] = ()) -> KeptReplica | None:
+    """Return a replica that can be kept, in which the `tracked` parameters require grad.
+
+    Returns None if it could not be told later whether it is still right. That is so for networks that write to their
+    own tensors, whose replica starts from the network's values each time, for tensors that are not dense or were made
+    in inference mode, and for scripted modules.
+    """
+    model = unwrap(model)
+    if known_writes.get(model) != frozenset():
+        return None
+    tensors = (*model.parameters(), *model.buffers())
+    if any(t.is_inference() or t.layout is not torch.strided for t in tensors):
+        return None
+    replica, copies = replica_and_copies(model, tracked)
+    if not copies.complete or any(isinstance(module, ScriptModule) for module in replica.modules()):
+        return None
+    return KeptReplica(model, replica, copies)
+
+
+class Contents:
+    """Remembers which objects some containers, modules, objects and functions hold."""
+
+    def __init__(self, holders: Iterable[Any]) -> None:
+        self._mappings: list[Any] = []
+        self._sequences: list[Any] = []
+        self._empty: list[Any] = []
+        self._others: list[Any] = []
+        self._objects: list[Any] = []
+        seen = set[int]()
+        for value in holders:
+            if id(value) not in seen:
+                seen.add(id(value))
+                self._add(value)
+        self._kinds = [*map(type, self._objects)]
+        self._sizes = [*map(len, self._mappings)], [*map(len, self._sequences)]
+        self._keys = [*chain.from_iterable(self._mappings)]
+        held = (map(dict.values, self._mappings), self._sequences, map(held_by, self._others))
+        self._held = [*chain.from_iterable(chain(*held))]  # kept alive, so that their identities stay unique
+        self._ids = [*map(id, self._held)]
+
+    def are_same(self) -> bool:
+        """Whether they still hold the same objects."""
+        try:
+            return (
+                not any(self._empty)
+                and self._kinds == [*map(type, self._objects)]
+                and self._sizes == ([*map(len, self._mappings)], [*map(len, self._sequences)])
+                and self._ids == self._ids_now()
+                and self._keys == [*chain.from_iterable(self._mappings)]
+            )
+        except RuntimeError:  # another thread is changing one of them now; or a key is a tensor
+            return False
+
+    def _ids_now(self) -> list[int]:
+        found = [*map(id, chain.from_iterable(map(dict.values, self._mappings)))]
+        if self._sequences:
+            found.extend(map(id, chain.from_iterable(self._sequences)))
+        if self._others:
+            found.extend(map(id, chain.from_iterable(map(held_by, self._others))))
+        return found
+
+    def _add(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _FIXED or isinstance(value, Tensor):
+            return
+        if kind in _MAPPINGS or kind in _SEQUENCES:
+            if len(value) > LONG:
+                return  # a vocabulary, which the replica shares
+            (self._empty if not value else self._mappings if kind in _MAPPINGS else self._sequences).append(value)
+        elif isinstance(value, nn.Module):
+            self._objects.append(value)
+            self._mappings.append(value.__dict__)
+            parameters = value._parameters  # which a replica copies by itself
+            (self._mappings if parameters else self._empty).append(parameters)
+        elif isinstance(value, (FunctionType, CellType)) or not hasattr(value, "__dict__"):
+            self._others.append(value)
+        else:
+            self._objects.append(value)
+            self._others.append(value)
+
+
+def _places(tensors: list[Tensor]) -> list[Any]:
+    """Return where tensors lie in memory, and how often they were written to."""
+    return [(t.data_ptr(), t._version, t.stride()) for t in tensors]

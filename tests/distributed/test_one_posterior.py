@@ -1,0 +1,131 @@
+"""Many processes, one posterior: equal to that of one process, however the data is dealt out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from laplace import Laplace
+from laplace.distributed import ShardSampler
+
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "full": {"hessian_structure": "full"},
+    "block": {"hessian_structure": "block"},
+    "diag": {"hessian_structure": "diag"},
+    "kron": {"hessian_structure": "kron"},
+    "damped": {"hessian_structure": "kron", "damping": "balanced"},
+    "sketched": {"hessian_structure": "kron", "rank": 3},
+    "ekfac": {"hessian_structure": "ekfac"},
+    "inf": {"hessian_structure": "inf"},
+    "lowrank": {"hessian_structure": "lowrank", "rank": 5},
+    "gp": {"hessian_structure": "gp", "n_subset": 11},
+    "nystrom": {"hessian_structure": "gp", "functional_approximation": "nystrom", "n_subset": 13, "rank": 9},
+    "variational": {"hessian_structure": "gp", "functional_approximation": "variational", "n_subset": 13},
+}
+TASKS = {"classification": 3, "regression": 2}
+N = 61
+
+
+def network(outputs: int, convolutional: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    if convolutional:
+        layers = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+        return nn.Sequential(*layers, nn.Linear(48, outputs)).double().eval()
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, outputs)).double()
+
+
+def data(task: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 6, generator=generator).double()
+    if task == "classification":
+        return TensorDataset(x, torch.arange(N) % 3)
+    return TensorDataset(x, torch.stack([x[:, :3].sum(1), x.sum(1).sin()], 1))
+
+
+def uneven(whole: TensorDataset) -> DataLoader:
+    """Return three quarters of what is left to each rank but the last; of four ranks, that one has nothing."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    cuts = [0, *(N - N // 4**i for i in range(1, size)), N]
+    cuts = [0, 46, 58, N, N] if size == 4 else cuts
+    return DataLoader(Subset(whole, range(cuts[rank], cuts[rank + 1])), 7)
+
+
+def difference(one: Laplace, other: Laplace, x: Tensor) -> float:
+    """The largest difference between two posteriors: evidence and predictive."""
+
+    def values(la: Laplace) -> list[Tensor]:
+        spread = la.predict(x)
+        found = [la.log_marginal_likelihood().reshape(1), la.log_likelihood.reshape(1)]
+        return [*found, spread.mean, spread.variance]
+
+    pairs = zip(values(one), values(other), strict=True)
+    return max(float(((a - b).abs() / b.abs().clamp(min=1)).max().detach()) for a, b in pairs)
+
+
+def differences(names: list[str], task: str, subset: str, convolutional: bool = False) -> dict[str, float]:
+    """By structure, how much the posterior of this group differs from that of one process."""
+    model, whole = network(TASKS[task], convolutional), data(task)
+    found = {}
+    for name in names:
+        args = (model, task, subset)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = Laplace(*args, **STRUCTURES[name]).fit(DataLoader(whole, 9), group=None)
+            la = Laplace(*args, **STRUCTURES[name]).fit(uneven(whole), group=distributed.group.WORLD)
+        assert la.n_data == N
+        found[name] = difference(one, la, whole.tensors[0][:10])
+    return found
+
+
+def assert_small(found: list[dict[str, float]]) -> None:
+    for of_rank in found:
+        wrong = {name: value for name, value in of_rank.items() if not value < (1e-6 if name == "lowrank" else 1e-10)}
+        assert not wrong
+
+
+def test_two_ranks_have_the_posterior_of_one_process(two):
+    assert_small(two.run(differences, [*STRUCTURES], "classification", "all"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+@pytest.mark.parametrize("task", TASKS)
+def test_some_ranks_have_the_posterior_of_one_process(some, task, subset):
+    names = [name for name in STRUCTURES if subset == "all" or name not in ("nystrom", "variational")]
+    assert_small(some.run(differences, names, task, subset))
+
+
+@pytest.mark.slow
+def test_some_ranks_have_the_posterior_of_a_convolutional_network(some):
+    names = [name for name in STRUCTURES if name not in ("full", "block")]
+    assert_small(some.run(differences, names, "classification", "all", True))
+
+
+def drawn(kinds: list[str]) -> dict[str, float]:
+    """How much estimates of the curvature differ from those of one process with the same seed."""
+    model, whole = network(3), data("classification")
+    rank, found = distributed.get_rank(), {}
+    shard = DataLoader(whole, 4, sampler=ShardSampler(whole))
+    for kind in kinds:
+        seeds = [torch.Generator().manual_seed(seed) for seed in (7, 7 if rank == 0 else 8)]  # the first rank's counts
+        one = Laplace(model, "classification", "all", curvature=kind).fit(
+            DataLoader(whole, 9), generator=seeds[0], group=None
+        )
+        la = Laplace(model, "classification", "all", curvature=kind)
+        la.fit(shard, generator=seeds[1], group=distributed.group.WORLD)
+        found[kind] = difference(one, la, whole.tensors[0])
+        torch.manual_seed(0)  # the same on all ranks: their examples must not get the same noise
+        apart = Laplace(model, "classification", "all", curvature=kind).fit(shard, group=distributed.group.WORLD)
+        torch.manual_seed(0)
+        again = Laplace(model, "classification", "all", curvature=kind).fit(DataLoader(whole, 9), group=None)
+        found[f"{kind} by torch's generator"] = difference(again, apart, whole.tensors[0])
+    return found
+
+
+def test_draws_do_not_depend_on_the_number_of_ranks(two):
+    assert_small(two.run(drawn, ["sketch", "mc"]))
