@@ -25,7 +25,7 @@ These are the same function of y for all of them, so that each row needs only tw
 integral is evaluated for the near ones alone: 3 of 150 for a network that is sure of its classes.
 
 Measured against quasi-random draws on posteriors of last layers with prior precisions of 1 and 1e-3, the mean KL
-divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for 10.
+divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for 10 and for 150.
 """
 
 from __future__ import annotations
