@@ -89,12 +89,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = []
+    rows = json.loads(args.out.read_text()) if args.out is not None and args.out.exists() else []
     for name in args.cases:
         for size in args.ranks:
             seconds = measured(name, size, args.repeats)
             slowest = max(min(of_rank) for of_rank in seconds)
             one = next((row["seconds"] for row in rows if row["case"] == name and row["ranks"] == 1), None)
+            rows = [row for row in rows if (row["case"], row["ranks"]) != (name, size)]
             rows.append({"case": name, "ranks": size, "seconds": slowest, "of each rank": seconds})
             ratio = "" if one is None else f"  {slowest / one:.2f} x"
             print(f"{name:<18}{size:>3} ranks  {slowest:7.2f} CPU s{ratio}", flush=True)

@@ -36,6 +36,7 @@ ROOMS = {
     "conformal",
     "curvature",
     "decisions",
+    "distributed",
     "errors",
     "evaluation",
     "layers",

@@ -51,7 +51,9 @@ def decompositions(structure: str) -> dict[str, Any]:
         dealing.eigh, dealing.LEAST = solve, least
 
 
-@pytest.mark.parametrize("structure", ["kron", "ekfac", "inf"])
+@pytest.mark.parametrize(
+    "structure", ["kron", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ekfac", "inf"))]
+)
 def test_each_rank_decomposes_some_factors_and_all_have_the_posterior(two, structure):
     zero, one = two.run(decompositions, structure)
     for found in (zero, one):

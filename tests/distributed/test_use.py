@@ -77,6 +77,7 @@ def tuned() -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_tuning_on_shards_finds_what_one_process_finds(two):
     for found in two.run(tuned):
         for name, (here, there) in found.items():
@@ -164,6 +165,7 @@ def assert_trained(found: list[dict[str, Any]]) -> None:
             assert of_rank[name] < 1e-8, (name, of_rank)
 
 
+@pytest.mark.slow
 def test_training_by_evidence_on_shards_is_that_of_one_process(two, tmp_path):
     assert_trained(two.run(trained, False, str(tmp_path)))
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning, NotFittedError, NumericalError, OptionError, UnsupportedError
 from laplace.likelihoods import Ordinal, from_log_prob
+from laplace.network.loaders import ArrayBatches
 from laplace.predictive.links import Link
 from laplace.priors import StudentT
-from laplace.network.loaders import ArrayBatches
 from laplace.tuning.unsuitable import overlap
 
 G = torch.Generator().manual_seed(0)

@@ -67,7 +67,7 @@ def fit(
         watch_again(runner.model)
 
         def read() -> Iterator[Batch]:
-            return runner.batches(loader, progress_bar and reduce.rank == 0, "fit")
+            return runner.batches(loader, progress_bar if reduce.rank == 0 else False, "fit")
 
         spec, stream = runner.spec, read()
         own = first = next(stream, None)

@@ -38,7 +38,7 @@ def parts_in_order(parts: Sequence[Part], shape: Reshaper, shard: Shard, reduce:
     if len(known) == len(places):
         count = whole.positions.count
         order = (torch.cat(known).argsort().unsqueeze(1) * count + torch.arange(count)).flatten()
-        outputs = _at(outputs, order)
+        outputs = outputs.map_rows(lambda t: t[order.to(t.device)])
         mean = None if mean is None else mean[order.to(mean.device)]
     return [(outputs, mean)], whole
 
@@ -49,9 +49,5 @@ def _report(parts: Sequence[Part], shape: Reshaper, places: Tensor | None) -> Re
     outputs, positions = joined([outputs for outputs, _ in parts]), shape.positions
     means = [mean for _, mean in parts if mean is not None]
     at = places[: positions.n] if places is not None and len(places) >= positions.n else None
-    return _at(outputs, None), torch.cat(means) if means else None, positions, at
-
-
-def _at(outputs: Outputs, index: Tensor | None) -> Outputs:
-    """Return outputs at some rows, or all without what cannot be sent."""
-    return outputs.map_rows(lambda t: t if index is None else t[index.to(t.device)])
+    sent = outputs.map_rows(lambda t: t)  # without products with a covariance, which cannot be sent
+    return sent, torch.cat(means) if means else None, positions, at
