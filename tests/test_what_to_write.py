@@ -99,7 +99,7 @@ class Segmenter(nn.Module):
     ("call", "message"),
     [
         (lambda la: la.fit([X, Y]), r"write \[\(x, y\)\]"),
-        (lambda la: la.fit([(X, Y)], Y), r"write la.fit\(x, y\) for whole data"),
+        (lambda la: la.fit([(X, Y)], Y), r"write la.fit\(x, y\) if these are the labels"),
         (lambda la: la(DataLoader(TensorDataset(X, Y))), r"write la.predict\(loader\)"),
         (lambda la: la([(X, Y)]), r"write la.predict\(loader\)"),
         (lambda la: la(X.double()), r"weights are torch.float32; write x.float\(\)"),

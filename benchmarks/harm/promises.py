@@ -70,17 +70,10 @@ def acceptance(table: Table) -> str:
         worse = {t: e for t, e in measured.items() if e > CALIBRATED}
         lines.append(_line(f"calibrate, {weights}: NLL at most {CALIBRATED} above temperature's", measured, worse))
     for method in ("evidence one_vs_rest", "auto", "calibrate"):
-        for weights in WEIGHTS:
-            pairs = {
-                f"{task}-{outside}": gain
-                for task in table.classes
-                for outside, gain in table.gains(task, f"{weights} / {method}", "epistemic").items()
-            }
-            if pairs:
-                kept = sum(gain >= 0 for gain in pairs.values()) / len(pairs)
-                below = {pair: gain for pair, gain in pairs.items() if gain < 0}
-                title = f"{COLUMNS[method]}, {weights}: epistemic at least the network's confidence"
-                lines.append(f"{_verdict(kept >= PAIRS)}  {title}: {kept:.0%} of {len(pairs)} pairs{_named(below)}")
+        lines += [_ranking(table, method, weights, "network", "the network's confidence") for weights in WEIGHTS]
+    lines += [
+        _ranking(table, "calibrate", weights, "temperature", "temperature scaling's confidence") for weights in WEIGHTS
+    ]
     for method in ("auto", "calibrate"):
         for weights in WEIGHTS:
             held = {t: table.mean(t, f"{weights} / {method}", "coverage") for t in table.values}
@@ -90,7 +83,22 @@ def acceptance(table: Table) -> str:
                 off = {t: h for t, h in known.items() if not LOW <= h <= HIGH}
                 title = f"{method}, {weights}: 90 % intervals hold {LOW} to {HIGH} on average"
                 lines.append(f"{_verdict(LOW <= mean <= HIGH)}  {title}: {mean:.3f}{_named(off)}")
-    return "\n".join(lines)
+    return "\n".join(line for line in lines if line)
+
+
+def _ranking(table: Table, method: str, weights: str, base: str, said: str) -> str:
+    """Say on how many pairs epistemic ranks unknown inputs at least as well as a confidence; nothing if on none."""
+    pairs = {
+        f"{task}-{outside}": gain
+        for task in table.classes
+        for outside, gain in table.gains(task, f"{weights} / {method}", "epistemic", base).items()
+    }
+    if not pairs:
+        return ""
+    kept = sum(gain >= 0 for gain in pairs.values()) / len(pairs)
+    below = {pair: gain for pair, gain in pairs.items() if gain < 0}
+    title = f"{COLUMNS[method]}, {weights}: epistemic at least {said}"
+    return f"{_verdict(kept >= PAIRS)}  {title}: {kept:.0%} of {len(pairs)} pairs{_named(below)}"
 
 
 def _line(title: str, known: Mapping[str, object], worse: Mapping[str, float]) -> str:

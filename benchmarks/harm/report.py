@@ -50,9 +50,9 @@ class Table:
         ]
         return fmean(found) if found else None
 
-    def gains(self, task: str, method: str, score: str) -> dict[str, float]:
-        """Return the AUROC by a score minus that by the network's confidence, on the same inputs of the same seeds."""
-        networks = self.cells.get((task, named(method.split(" / ")[0], "network")), [])
+    def gains(self, task: str, method: str, score: str, base: str = "network") -> dict[str, float]:
+        """Return the AUROC by a score minus that by the confidence of a base, on the same inputs of the same seeds."""
+        networks = self.cells.get((task, named(method.split(" / ")[0], base)), [])
         others = {row["seed"]: row["ood"] for row in networks}
         found: dict[str, list[float]] = defaultdict(list)
         for row in self.cells.get((task, method), []):

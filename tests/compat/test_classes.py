@@ -298,3 +298,17 @@ def test_valla_keeps_words_where_they_are():
     ids = torch.arange(30).reshape(10, 3) % 9
     la = laplace.VaLLA(words, "classification", ids[:4]).fit([(ids, torch.arange(10) % 2)], iterations=5)
     assert torch.equal(la.inducing_locations, ids[:4])
+
+
+def test_the_network_of_a_last_layer_has_it():
+    model = network()
+    la = laplace.KronLLLaplace(model, "classification").fit(CLASSIFICATION)
+    assert la.model.last_layer is model[2]
+    loss, Js, f, Lambda = la.backend.gp_quantities(X, CLASSES)
+    torch.testing.assert_close(loss, la.loss)
+    torch.testing.assert_close(f, model(X).detach())
+    torch.testing.assert_close(torch.einsum("ncp,ncd,ndq->pq", Js, Lambda, Js).diagonal(), _squares(model))
+
+
+def _squares(model: nn.Module) -> Tensor:
+    return Laplace(model, "classification", "last_layer", "diag").fit(CLASSIFICATION).H.double()

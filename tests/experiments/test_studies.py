@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.harm.networks import ResNet
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,11 @@ def mosaic(n: int, seed: int) -> np.ndarray:
 
 
 def colour(folder: Path, n: int = 60) -> None:
+    sys.path.append(str(ROOT))
+    try:
+        networks = importlib.import_module("benchmarks.harm.networks")
+    finally:
+        sys.path.remove(str(ROOT))
     y, count = np.arange(n).astype(np.uint8) % 10, np.array([n])
     test = {"n_x_test": count, "webp_x_test_0": mosaic(n, 0), "y_test": y}
     np.savez(folder / "cifar10_webp.npz", **test, n_x_train=count, webp_x_train_0=mosaic(n, 1), y_train=y)
@@ -55,7 +60,9 @@ def colour(folder: Path, n: int = 60) -> None:
     np.savez(folder / "cifar10c_2k_webp.npz", **corrupted, y_test=y, test_index=np.arange(n).astype(np.int16))
     (folder / "models").mkdir()
     for layers in (20, 32, 44, 56):
-        save_file(ResNet((layers - 2) // 6).state_dict(), folder / "models" / f"cifar10_resnet{layers}.safetensors")
+        save_file(
+            networks.ResNet((layers - 2) // 6).state_dict(), folder / "models" / f"cifar10_resnet{layers}.safetensors"
+        )
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from torch import Tensor
 import oracle
 from laplace.predictive.links import probit
 from laplace.predictive.logistic import expected_sigmoid
-from laplace.predictive.one_vs_rest import one_vs_rest, softmax_of_independent
+from laplace.predictive.one_vs_rest import _integrated, one_vs_rest, softmax_of_independent
 from laplace.predictive.outputs import OutputGaussian
 
 Case = tuple[Tensor, Tensor]
@@ -92,7 +92,10 @@ def test_two_classes_are_exact_whatever_their_covariance(shift):
     assert float((found[:, 0] - exact).abs().max()) < 3e-4
 
 
-@pytest.mark.parametrize(("classes", "prior", "most"), [(3, 1e-3, 1e-4), (10, 1.0, 1e-2), (10, 1e-3, 1e-2)])
+@pytest.mark.parametrize(
+    ("classes", "prior", "most"),
+    [(3, 1e-3, 1e-4), (10, 1.0, 1e-2), (10, 1e-3, 1e-2), (150, 1.0, 1e-2), (150, 0.03, 2e-2)],
+)
 def test_it_is_close_to_draws_for_posteriors_of_last_layers(classes, prior, most):
     f, s = last_layers(classes, prior)
     truth, variance = drawn(f, s), s.diagonal(dim1=1, dim2=2)
@@ -100,6 +103,50 @@ def test_it_is_close_to_draws_for_posteriors_of_last_layers(classes, prior, most
     assert float(divergence(truth, found).mean()) < most
     if prior < 1:  # where only the prior bounds the common shift, probit is ruined by it
         assert float(divergence(truth, probit(f, variance)).mean()) > 10 * most
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.2, 1.0, 5.0])
+def test_far_classes_are_integrated_by_their_two_sums(size: float) -> None:
+    rng, n, classes = seeded(), 6, 120
+    f = 3 * torch.randn(n, classes, generator=rng, dtype=torch.float64)
+    f[:, 0] += torch.linspace(2, 20, n, dtype=torch.float64)  # near ties, and one class far above all others
+    u = size * (0.5 + torch.rand(n, classes, generator=rng, dtype=torch.float64))
+    found, exact = (
+        softmax_of_independent(f, u),
+        torch.stack([oracle.softmax_of_independent(*row) for row in zip(f, u, strict=True)]),
+    )
+    torch.testing.assert_close(found.sum(1), torch.ones(n, dtype=torch.float64))
+    assert float((found - exact).abs().max()) < 6e-4
+    assert float((found / exact).log()[exact > 1e-4].abs().max()) < 0.06
+    alone = torch.cat([softmax_of_independent(f[i : i + 1], u[i : i + 1]) for i in range(n)])
+    torch.testing.assert_close(alone, found)  # whichever rows it is grouped with
+    together = _integrated(f - f.amax(1, keepdim=True), u)[0]  # without two sums
+    assert float((found - together).abs().max()) < 1e-4
+
+
+def test_gradients_pass_through_near_and_far_classes() -> None:
+    f = (2 * torch.randn(5, 40, generator=seeded(), dtype=torch.float64)).requires_grad_()
+    u = torch.rand(5, 40, generator=seeded(1), dtype=torch.float64).requires_grad_()
+    with torch.no_grad():
+        f[:, 3] += 8
+    label = torch.tensor([3, 3, 7, 20, 39])
+
+    def loss() -> Tensor:
+        return -softmax_of_independent(f, u)[torch.arange(5), label].log().sum()
+
+    loss().backward()
+    assert f.grad is not None
+    assert u.grad is not None
+    for tensor, gradient in ((f, f.grad), (u, u.grad)):
+        for where in [(0, 3), (2, 7), (4, 39), (1, 11)]:
+            with torch.no_grad():
+                tensor[where] += 1e-4
+                above = loss()
+                tensor[where] -= 2e-4
+                below = loss()
+                tensor[where] += 1e-4
+            slope = float(above - below) / 2e-4
+            assert float(gradient[where]) == pytest.approx(slope, rel=2e-2, abs=1e-3)
 
 
 def test_limits_and_symmetries() -> None:

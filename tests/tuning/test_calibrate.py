@@ -11,7 +11,9 @@ from torch import nn
 
 import oracle
 from laplace import Laplace
+from laplace.tuning.held_out import Scored
 from laplace.tuning.line import Line
+from laplace.tuning.profile import Candidate, paired, widest_of
 from networks import cut, head_names, split_task
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*validation examples are few:laplace.errors.LaplaceWarning")
@@ -105,6 +107,63 @@ def test_the_best_is_no_worse_than_a_brute_force_grid(task, structure, hyperprio
         assert result.best.nll in [row.nll for row in allowed]
     else:
         assert result.best.nll == min(row.nll for row in allowed)
+
+
+@QUIET
+def test_more_examples_than_the_search_begins_with_change_nothing():
+    """The scales of 899 examples are first looked for on 200 of them: the result is that of all."""
+    model, training, validation = trained(load_digits(), steps=60)
+    la = Laplace(model, "classification").fit(training)
+    result = la.calibrate(validation, rule="best", hyperprior=False)
+    x, y = (torch.cat(part) for part in zip(*validation, strict=True))
+    best = min(range(len(result.profile)), key=lambda i: result.profile[i].nll)
+    for row in (result.profile[best], result.profile[max(0, best - 1)], result.profile[-1]):
+        la.prior_precision, found = row.prior_precision, []
+        for step in torch.linspace(-0.3, 0.3, 7).tolist():
+            la.softmax_temperature = row.softmax_temperature * math.exp(step)
+            p = la(x, link_approx="one_vs_rest")
+            found.append(-float(p[torch.arange(len(y)), y].log().mean()))
+        assert row.nll <= min(found) + 1e-5
+
+
+def _candidate(factor: float, losses: list[float], total: float) -> Candidate:
+    return Candidate((factor, 1.0), Scored(torch.tensor(losses, dtype=torch.float64)), total, 0.0)
+
+
+def _difference(one: Candidate, other: Candidate) -> tuple[float, float]:
+    mean, variance = paired(one.scored.losses - other.scored.losses, None)
+    return mean, math.sqrt(variance)
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "taken"),
+    [
+        (-0.004, 0.004, False),  # a gain of one standard error: it may be luck
+        (-0.020, 0.008, True),  # a certain one
+        (0.0005, 0.001, True),  # it costs little for sure
+        (0.0005, 0.004, False),  # it may cost more
+    ],
+)
+def test_a_wide_posterior_is_taken_only_if_it_surely_costs_little(mean, spread, taken):
+    """The standard error of 100 differences mean ± 10 spread is spread."""
+    noise = 10 * spread * torch.tensor([1.0, -1.0] * 50, dtype=torch.float64) * math.sqrt(0.99)
+    network = _candidate(math.inf, [0.3] * 100, 0.3)
+    wide = _candidate(1.0, (0.3 + mean + noise).tolist(), 0.3 + mean)
+    best = min(network, wide, key=lambda each: each.total)
+    narrow = _candidate(1e3, [0.3] * 100, 0.3)
+    assert _difference(wide, network)[1] == pytest.approx(spread)
+    chosen = widest_of([wide, narrow, network], best, [network], _difference)
+    assert (chosen is wide) == taken or best is wide
+    if best is not wide and not taken:
+        assert chosen is narrow
+
+
+def test_a_gain_that_may_be_luck_gives_way_to_a_narrower_posterior():
+    noise = 0.05 * torch.tensor([1.0, -1.0] * 50, dtype=torch.float64)
+    network = _candidate(math.inf, [0.3] * 100, 0.3)
+    wide = _candidate(1.0, (0.2965 + noise).tolist(), 0.2965)
+    narrow = _candidate(100.0, (0.298 + 0.01 * noise).tolist(), 0.298)
+    assert widest_of([wide, narrow, network], wide, [network], _difference) is narrow
 
 
 def _at_unit_noise(row) -> float:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning, NotFittedError, NumericalError, OptionError, UnsupportedError
 from laplace.likelihoods import Ordinal, from_log_prob
+from laplace.network.loaders import ArrayBatches
 from laplace.predictive.links import Link
 from laplace.priors import StudentT
 from laplace.tuning.unsuitable import overlap
@@ -144,6 +145,9 @@ def test_what_loaders_have_in_common():
         overlap(DataLoader(data, 10), DataLoader(TensorDataset(X, CLASSES)))
         == "holds the tensors that la was fitted on"
     )
+    assert overlap(ArrayBatches(X, CLASSES), ArrayBatches(X, CLASSES, 7)) == tensors
+    assert overlap(ArrayBatches(X.numpy(), CLASSES), ArrayBatches(X.numpy(), CLASSES.clone())) == tensors
+    assert overlap(ArrayBatches(X[:80], CLASSES[:80]), ArrayBatches(X[80:], CLASSES[80:])) == ""
     assert overlap(DataLoader(data), DataLoader(other)) == ""
     assert overlap(DataLoader(TensorDataset(X[:80])), DataLoader(TensorDataset(X[80:]))) == ""
     first, second = Subset(data, range(80)), Subset(data, range(80, 160))

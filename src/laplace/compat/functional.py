@@ -14,7 +14,7 @@ from laplace.compat.batches import regression_targets, split_batch, subset_loade
 from laplace.compat.classes import KEYS, VALUES, BaseLaplace, stands_for
 from laplace.errors import OptionError, UnsupportedError, warn
 from laplace.laplace import Laplace
-from laplace.linalg.sampling import uniforms
+from laplace.linalg.sampling import Keyed, uniforms
 from laplace.structures.functional import Functional, Variational
 
 __all__ = ["ELLA", "BaseFunctionalLaplace", "FunctionalLLLaplace", "FunctionalLaplace", "VaLLA"]
@@ -44,12 +44,16 @@ class BaseFunctionalLaplace(BaseLaplace):
         """Draw predictions, (S, N, C); see `Laplace.predictive_samples`. `pred_type='nn'` draws the same, as there."""
         return Laplace.predictive_samples(self, x, _of_functions(pred_type), *args, **options)
 
+    def _build_Sigma_inv(self) -> None:
+        """Do nothing: the kernel is factorised when a prediction needs it, at the prior that is set then."""
+
     def _get_SoD_data_loader(self, train_loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader of the points that `fit` keeps of a loader, if that reads its examples in order."""
         structure = self.runner.spec.structure
         assert isinstance(structure, Functional)
-        indices, keys = training_indices(train_loader), torch.Generator().manual_seed(structure.seed)
-        drawn = uniforms(len(indices), 1, 1, torch.empty(0), keys).flatten()
+        indices = training_indices(train_loader)
+        places = torch.arange(len(indices))
+        drawn = uniforms(len(indices), 1, 1, torch.empty(0), Keyed(structure.seed, places)).flatten()
         kept = drawn.topk(min(structure.most, len(drawn)), largest=False).indices.sort().values
         return subset_loader(train_loader, indices[kept])
 

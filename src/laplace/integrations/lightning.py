@@ -195,7 +195,7 @@ def _unpacked(loader: Any, unpack: Callable[[Any], tuple[Any, Any]] | None) -> A
     return loader if unpack is None else _Unpacked(loader, unpack)
 
 
-def _function_or_none(unpack: Any) -> Callable[[Any], tuple[Any, Any]] | None:
+def _function_or_none(unpack: Any) -> Callable[[Any], Any] | None:
     if unpack is not None and not callable(unpack):
         raise OptionError(f"unpack={shown(unpack)} must be a function of a batch that returns (x, y).")
     return unpack

@@ -25,7 +25,7 @@ These are the same function of y for all of them, so that each row needs only tw
 integral is evaluated for the near ones alone: 3 of 150 for a network that is sure of its classes.
 
 Measured against quasi-random draws on posteriors of last layers with prior precisions of 1 and 1e-3, the mean KL
-divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for 10.
+divergence of the draws from this is below 1e-4 for 3 classes and below 1e-2 for 10 and for 150.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _FLANK = 0.12  # the first distance between points, as a share of the integrand'
 _LEFT, _RIGHT = 9.0, 5e-5  # -log of the distribution function of the largest, where the integral starts and ends
 _FAR = 2.0  # how far below the integral's range a class with m + 2 u lies, if two terms are to do
 _FEWEST = 4  # near classes of a group of rows, at least
+_SMALL = 16  # classes up to which rows are not grouped: calling the operations would cost more than it saves
 _OUTER = 9.0  # in units of 1 / sqrt(2 u): beyond it, exp(-z^2) is 0 for every purpose, and slow to compute with
 _FEW = 64  # outputs of a call that are integrated as they are: to group them would cost more than it saves
 _CHUNK = 2**19  # numbers at a time: few enough to stay in a processor's cache
@@ -73,20 +74,24 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
     f = f - f.amax(-1, keepdim=True)
     if is_traced() or f.numel() <= _FEW:
         return _integrated(f, u)[0]
+    if f.shape[1] <= _SMALL:
+        step = max(1, _CHUNK // (_POINTS * len(_WEIGHTS) * f.shape[1]))
+        parts = zip(f.split(step), u.split(step), strict=True)
+        return torch.cat([_integrated(*part)[0] for part in parts])
     with torch.no_grad():
         edge = _lowest(f, u)
         reach = f + 2 * u
         near = (reach > edge - _FAR).sum(1)
         sizes = _group_sizes(f.shape[1])
         group = torch.bucketize(near, torch.tensor(sizes[:-1], device=f.device))
-    parts: list[Tensor] = []
+    found: list[Tensor] = []
     order: list[Tensor] = []
     for i, size in enumerate(sizes):
         rows = (group == i).nonzero().flatten()
         for some in rows.split(max(1, _CHUNK // (_POINTS * len(_WEIGHTS) * size))) if len(rows) else ():
             order.append(some)
-            parts.append(_near_and_far(f[some], u[some], edge[some], reach[some], size))
-    return torch.cat(parts)[torch.cat(order).argsort()] if parts else torch.zeros_like(f)
+            found.append(_near_and_far(f[some], u[some], edge[some], reach[some], size))
+    return torch.cat(found)[torch.cat(order).argsort()] if found else torch.zeros_like(f)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ class Prediction(Summaries):
         inverse_link: Maps outputs f to what they stand for.
         quantiles: Maps `outputs` and quantiles of a standard normal to quantiles of `inverse_link(f)`; returns None, or
             is None, if there is no closed form.
+
+    Args:
+        epistemic: The uncertainty that more data could remove. None if `parts` computes it.
+        aleatoric: The rest. None if `parts` computes it.
+        parts: Computes both when one of them is first read.
     """
 
     def __init__(

@@ -88,7 +88,8 @@ class Calibrated:
         before: The posterior as it was.
         best: The lowest score.
         chosen: What was set.
-        profile: Each prior precision of the grid with its best scale, the widest posterior first.
+        profile: Each prior precision of the grid with its best scale, the widest posterior first. Those that are
+            hopeless at every softmax temperature are left out.
         notes: The warnings.
     """
 

@@ -71,9 +71,11 @@ def calibrate(
     Args:
         val_loader: Batches (x, y) that were not trained on, as `fit` takes them.
         rule: 'best' takes the lowest score. 'one_se' takes the widest posterior whose score is within one standard
-            error of the lowest: a wider posterior tells more about inputs from elsewhere.
+            error of the lowest, if it costs no more than 0.005 nats for sure: a wider posterior tells more about inputs
+            from elsewhere.
         hyperprior: Whether small validation sets are held back: log T is near 0 (a Cauchy distribution of width 0.3),
-            and the prior precision within a decade of the evidence's. It counts as much as an example or two.
+            the prior precision within a decade of the evidence's, and the noise not below the residuals in training. It
+            counts as much as an example or two.
         link_approx: The link of the predictions that are scored, that of `la.predict` if left out.
         ood_loader: Inputs from outside the distribution, whose predictive entropy is to be high.
         ood_weight: How much these count, in (0, 1].

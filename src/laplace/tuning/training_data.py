@@ -8,7 +8,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from laplace.distributed import Reduce
 from laplace.errors import InputError, within
@@ -103,15 +111,18 @@ class Sample:
                 return [loader[i] for i in where], self.most // count
         return loader, self.most
 
-    def _drawn(self, loader: DataLoader[Any], indices: Sequence[int]) -> DataLoader[Any]:
-        """Return a loader of some examples, read as the given one reads them."""
+    def _drawn(self, loader: DataLoader[Any], indices: Sequence[int]) -> Iterable[Any]:
+        """Return batches of some examples, read as the given loader reads them."""
         generator = torch.Generator().manual_seed(self.seed)
         few = len(indices) <= self.most
         chosen = range(len(indices)) if few else torch.randperm(len(indices), generator=generator)[: self.most].tolist()
+        rows, dataset, each = [indices[i] for i in chosen], loader.dataset, loader.batch_size or 128
+        if type(dataset) is TensorDataset and loader.collate_fn is default_collate:  # all at once: it is much faster
+            return [[t[rows[i : i + each]] for t in dataset.tensors] for i in range(0, len(rows), each)]
         return DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size or 128,
-            sampler=[indices[i] for i in chosen],
+            dataset,
+            batch_size=each,
+            sampler=rows,
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
             worker_init_fn=loader.worker_init_fn,

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from laplace.likelihoods.bernoulli import Multilabel
 from laplace.likelihoods.classes import OneOfSeveral
+from laplace.network.loaders import ArrayBatches
 from laplace.tuning.calibrated import Gain
 from laplace.tuning.held_out import HeldOut
 from laplace.tuning.profile import count
@@ -71,9 +73,13 @@ def _rows_of(dataset: Any) -> tuple[Any, list[int] | None]:
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a dataset, or of a list of batches."""
+    """Yield the tensors of a dataset, of whole arrays, or of a list of batches."""
     if isinstance(data, TensorDataset):
         yield from data.tensors
+    elif isinstance(data, ArrayBatches):
+        yield from _tensors([data.x, data.y])
+    elif isinstance(data, np.ndarray) and data.dtype.kind in "fiu" and min(data.strides, default=0) >= 0:
+        yield torch.as_tensor(data)  # the same memory
     elif isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):

@@ -128,6 +128,13 @@ def test_positions_count_as_rows_and_ignored_labels_do_not():
     assert "positions" in report.data["missing"]["examples"]
 
 
+def test_a_score_of_too_many_probabilities_is_left_out(monkeypatch):
+    monkeypatch.setattr("laplace.evaluation.report.scores._MOST", 100)
+    report = made()
+    assert "classwise_ece" not in report.data["scores"][LAPLACE]
+    assert "No class-wise ECE: there are too many" in report.html
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_whole_page_and_a_json_without_nan(kind, tmp_path):
     case, out = given(kind), tmp_path / "new" / "page.html"
@@ -421,6 +428,17 @@ def test_wrong_options_are_refused_before_anything_is_read(options, word):
 
     with pytest.raises(OptionError, match=word):
         made(test=never(), **options)
+
+
+def test_scores_and_files_with_wrong_names_are_refused(tmp_path):
+    report = made()
+    with pytest.raises(OptionError, match="'nll'"):
+        report.score(LAPLACE, "nil")
+    with pytest.raises(OptionError, match="'Laplace'"):
+        report.score("laplace", "nll")
+    with pytest.raises(OptionError, match="html"):
+        report.save(tmp_path / "page.json")
+    assert report.save(tmp_path / "new" / "page.html").read_text() == report.html
 
 
 def test_what_has_no_report_is_refused():

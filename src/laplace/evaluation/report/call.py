@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from laplace.checks import flag_or_none, path_of, shown, whole_number
+from laplace.checks import flag_or_none, shown, whole_number
 from laplace.errors import OptionError, UnsupportedError
 from laplace.evaluation.report.making import Maker, plain
 from laplace.evaluation.report.page import page
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED, Reported
-from laplace.evaluation.report.result import Report
+from laplace.evaluation.report.result import Report, page_path
 from laplace.evaluation.report.shelves import Show
 from laplace.evaluation.report.verdicts import Thresholds
 from laplace.inference.source import Source
@@ -85,7 +84,7 @@ def report(
         raise UnsupportedError("a report is for single inputs, not for preferences between pairs.")
     limits = _thresholds(thresholds)
     others = _sources(sources)
-    path = None if out is None else _page_path(out)
+    path = None if out is None else page_path(out, "out")
     n_bootstrap, seed = whole_number(n_bootstrap, "n_bootstrap", 20, 100_000), whole_number(seed, "seed", 0)
     names = _names(class_names, "class_names"), _names(feature_names, "feature_names")
     show, ood, shifts = _checked_show(examples), _named(ood, "ood"), _named(shifts, "shifts")
@@ -141,10 +140,3 @@ def _checked_show(value: Any) -> Any:
     if value is None or callable(value) or (isinstance(value, Sequence) and not isinstance(value, str)):
         return value
     raise OptionError(f"examples={shown(value)}: a list of texts, or a function from an input to a text, is needed.")
-
-
-def _page_path(out: Any) -> Path:
-    path = Path(path_of(out, "out"))
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise OptionError(f"out={shown(str(out))}: a file that ends in .html is needed.")
-    return path

@@ -28,7 +28,7 @@ from laplace.evaluation.report.reading import (
     first_of,
     found_scale,
 )
-from laplace.evaluation.report.scores import measure, point_values, scores_of
+from laplace.evaluation.report.scores import measure, point_values, scores_of, too_many
 from laplace.evaluation.report.shelves import OUTSIDE, SHELVES, Shelves, Show, facts_of
 from laplace.evaluation.report.verdicts import Thresholds, headline, next_steps, ordered
 from laplace.inference.inspection import coverage
@@ -73,6 +73,8 @@ class Maker:
         self.identities = {"test": self.test.identity} | self.identities
         self.watch.lap("test data")
         self.measured = measure(self.test, self.limits.level, self.n_bootstrap, self.seed)
+        if too_many(self.test.answers[LAPLACE]):
+            self.missing["classwise_ece"] = "there are too many classes and examples to resample it."
         self.watch.lap("bootstrap")
         data = {
             "kind": self.test.kind,
@@ -82,7 +84,7 @@ class Maker:
             "gains": _estimates(self.measured.gains),
             "score_info": {
                 key: {"label": s.label, "better": s.better, "share": s.share, "note": s.note}
-                for key, s in scores_of(self.test.kind, self.limits.level).items()
+                for key, s in scores_of(self.test.answers[LAPLACE], self.limits.level).items()
             },
             "figures": self._figures(),
             "per_output": self._per_output(),

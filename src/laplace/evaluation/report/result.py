@@ -10,7 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from laplace.checks import path_of
+from laplace.checks import choice, path_of, shown
+from laplace.errors import OptionError
 from laplace.evaluation.report.verdicts import Verdict
 
 _MARKS = {"bad": "[!!]", "warn": "[! ]", "good": "[ok]", "note": "[  ]"}
@@ -44,8 +45,13 @@ class Report:
         Args:
             method: A method's name.
             key: The score's key in the JSON.
+
+        Raises:
+            OptionError: there is no such method or score.
         """
-        return self.data["scores"][method][key]["value"]
+        scores = self.data["scores"]
+        of = scores[choice(method, scores, "method")]
+        return of[choice(key, of, "key")]["value"]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page, and the numbers as JSON beside it. Missing folders are made.
@@ -55,8 +61,11 @@ class Report:
 
         Returns:
             The path of the page.
+
+        Raises:
+            OptionError: the name does not end in .html.
         """
-        target = Path(path_of(path, "path"))
+        target = page_path(path, "path")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(self.html, encoding="utf-8")
         text = json.dumps(self.data, indent=1, ensure_ascii=False, allow_nan=False)
@@ -86,3 +95,11 @@ class Report:
     def _repr_html_(self) -> str:
         """Return the page in a frame, for notebooks."""
         return f'<iframe srcdoc="{escape(self.html)}" style="width:100%;height:640px;border:0"></iframe>'
+
+
+def page_path(path: Any, what: str) -> Path:
+    """Return where a page is written. Refuse names that do not end in .html: the JSON beside it could be the same."""
+    found = Path(path_of(path, what))
+    if found.suffix.lower() not in (".html", ".htm"):
+        raise OptionError(f"{what}={shown(str(path))}: a file that ends in .html is needed.")
+    return found

@@ -13,6 +13,8 @@ from laplace.evaluation.report.answers import LEVELS, Answers
 from laplace.evaluation.report.reading import LAPLACE, Reading
 from laplace.evaluation.report.resampling import Array, Estimate, Resamples, Weighted, bootstrap, interval
 
+_MOST: Final = 2**24  # probabilities of classes that are binned one by one
+
 Make = Callable[[Answers, int], Weighted]
 
 
@@ -39,10 +41,12 @@ class Score:
     note: str = ""
 
 
-def scores_of(kind: str, level: float) -> dict[str, Score]:
-    """Return the scores of a kind of labels by key, the most important first."""
-    per_cent = f"{100 * level:g} %"
+def scores_of(answers: Answers, level: float) -> dict[str, Score]:
+    """Return the scores of these labels by key, the most important first."""
+    kind, per_cent = answers.kind, f"{100 * level:g} %"
     found = dict(_OF_KIND[kind])
+    if too_many(answers):
+        found.pop("classwise_ece")
     if kind in ("regression", "counts"):
         found["coverage"] = Score(
             f"in {per_cent} interval", _inside, "", share=True, most=1, note=f"should be {per_cent}"
@@ -54,6 +58,11 @@ def scores_of(kind: str, level: float) -> dict[str, Score]:
             f"width of {per_cent} interval", _width, "", note="narrower is better only at equal coverage"
         )
     return found
+
+
+def too_many(answers: Answers) -> bool:
+    """Whether there are too many probabilities to bin all of them for each resample."""
+    return answers.kind == "classes" and answers["p"].size > _MOST
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Measured:
 
 def measure(reading: Reading, level: float, n_bootstrap: int, seed: int) -> Measured:
     """Return the scores of all methods, with intervals and with the gains of Laplace on the others."""
-    scores = scores_of(reading.kind, level)
+    scores = scores_of(reading.answers[LAPLACE], level)
     at = LEVELS.index(level)
     functions = {
         (method, key): score.make(answers, at)
@@ -98,7 +107,7 @@ def point_values(answers: Mapping[str, Answers], level: float) -> dict[str, dict
     """Return the scores of all methods without intervals."""
     at = LEVELS.index(level)
     return {
-        method: {key: score.make(each, at)(np.ones(len(each))) for key, score in scores_of(each.kind, level).items()}
+        method: {key: score.make(each, at)(np.ones(len(each))) for key, score in scores_of(each, level).items()}
         for method, each in answers.items()
     }
 

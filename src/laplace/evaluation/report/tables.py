@@ -30,6 +30,7 @@ def scores(data: dict[str, Any]) -> str:
         + table(["", *names], rows, "score-table")
         + f'<dl class="facts">{methods}</dl>'
         + missing(f"No {SCALED}", data["missing"].get(SCALED))
+        + missing("No class-wise ECE", data["missing"].get("classwise_ece"))
         + folded("What the scores mean", f'<dl class="facts">{meanings}</dl>')
         + _per_output(data)
     )
