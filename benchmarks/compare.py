@@ -26,6 +26,7 @@ from typing import Any, Final
 SHORT = 0.03  # a work that takes fewer CPU seconds is called as often as fills them
 ONCE: Final = {"tune"}  # works that would be another one if they were called twice: short ones get more turns instead
 MOST = 5  # so many times more turns at the most
+FEWEST = 3  # rounds before anything is said
 ALLOWED = 1.03  # how much slower the new one may be, beyond its noise
 SIDES: Final = ("old", "new")
 
@@ -54,7 +55,12 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """'slower' beyond what is allowed and two standard errors, 'faster' likewise, else 'same'."""
+        """'slower' beyond what is allowed and two standard errors, 'faster' likewise, else 'same'.
+
+        A process may keep a bad place in memory for all its turns, so that one or two rounds say nothing.
+        """
+        if len(self.ratios) < FEWEST:
+            return f"{len(self.ratios)} of {FEWEST} rounds"
         if self.ratio - 2 * self.noise > ALLOWED:
             return "slower"
         return "faster" if self.ratio + 2 * self.noise < 1 / ALLOWED else "same"

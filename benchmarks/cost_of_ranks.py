@@ -107,6 +107,8 @@ def main() -> None:
     rows = json.loads(args.measured.read_text())
     for name in dict.fromkeys(row["case"] for row in rows):
         own = [row for row in rows if row["case"] == name]
+        if len(own) < 4:
+            continue
         (fixed, compute), errors, ahead = fitted(own)
         worst = max(map(abs, errors))
         print(f"{name}: T(k) = {fixed:.2f} + {compute:.2f} / k CPU s; error up to {worst:.0%}, "

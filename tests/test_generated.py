@@ -19,6 +19,7 @@ from generated import DRAWS, Case, cases, fit, run
 from laplace import Laplace
 from laplace.errors import LaplaceError
 from laplace.spec import estimator_named
+from places import drawn_by_place
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-2, torch.bfloat16: 0.3}
 
@@ -180,8 +181,8 @@ def curvature_of(case: Case, model: nn.Module, names: list[str], x: Tensor, y: T
         likelihood = Laplace(model, case.likelihood).likelihood
         own = f.to(case.dtype)  # labels are drawn from what the network says in its own dtype
         labels = y if case.task in ("classification", "ordinal") else y.to(case.dtype)
-        generator = torch.Generator().manual_seed(DRAWS)
-        drawn = estimator_named(case.curvature, 1, None, None)(likelihood, own, labels, generator)
+        draws = drawn_by_place(DRAWS, len(x))
+        drawn = estimator_named(case.curvature, 1, None, None)(likelihood, own, labels, draws)
         assert drawn.vectors is not None
         lam = replace(drawn, vectors=drawn.vectors.double()).dense()  # whose rank is that of the vectors
     elif case.curvature == "ef":

@@ -123,7 +123,7 @@ class Segmenter(nn.Module):
     ],
 )  # fmt: skip
 def test_inputs_of_another_kind_are_refused_with_what_to_write(la, call, message):
-    with pytest.raises((InputError, ModelError), match=f"(?i){message}"):
+    with pytest.raises((InputError, ModelError, OptionError), match=f"(?i){message}"):
         call(la)
 
 

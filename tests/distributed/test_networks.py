@@ -39,8 +39,8 @@ def wrapped(path: str) -> dict[str, Any]:
     one = Laplace(model, "classification", "all").fit(DataLoader(data, 5), group=None)
     la = Laplace(network, "classification", "all").fit(shard, group=world)
     compiled = Laplace(torch.compile(network), "classification").fit(shard, group=world)
-    la.save(Path(path) / f"{rank}")
-    back = Laplace.load(Path(path) / f"{rank}", parts()[0])
+    la.save(Path(path) / "posterior", group=world)
+    back = Laplace.load(Path(path) / "posterior", parts()[0])
     found: dict[str, Any] = {
         "equal": float((la.log_marginal_likelihood() - one.log_marginal_likelihood()).abs()),
         "names": [row.name for row in la.coverage().rows],

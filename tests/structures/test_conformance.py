@@ -20,6 +20,7 @@ from laplace.structures import STRUCTURES
 from laplace.testing import StructureConformance
 from laplace.testing.reference import close
 from laplace.testing.structures import SCALE, TASKS, Case, Small, fitted
+from places import drawn_by_place
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning")
 
@@ -67,8 +68,8 @@ def dense(structure: str, subset: str, curvature: str, task: str) -> tuple[Tenso
     given = case(structure, subset, curvature, task)
     x, y = given.data
     f = given.la.model(x).detach()
-    generator = torch.Generator().manual_seed(5)
-    lam = estimator_named(curvature, 1, None, None)(given.la.likelihood, f, y, generator).dense()
+    draws = drawn_by_place(5, len(x))
+    lam = estimator_named(curvature, 1, None, None)(given.la.likelihood, f, y, draws).dense()
     jac = oracle.jacobian_loop(given.la.model, list(given.fit.layout.names), x)
     return given.fit.curvature.matrix(), torch.einsum("ncp,ncd,ndq->pq", jac, lam, jac)
 

@@ -10,6 +10,7 @@ import oracle
 from laplace import Laplace
 from laplace.spec import estimator_named
 from networks import cut
+from places import drawn_by_place
 from subsets import close, options, scattered
 from zoo import ZOO, build
 
@@ -44,7 +45,7 @@ def test_curvature_evidence_and_predictions_are_the_oracles_rows_and_columns(str
     la = Laplace(model, task, hessian_structure=structure, curvature=curvature, **told)
     la.fit(cut(x, y, [5, 1, 9]), generator=torch.Generator().manual_seed(5))
     f = model(x).detach()
-    lam = estimator_named(curvature, 1, None, None)(la.likelihood, f, y, torch.Generator().manual_seed(5)).dense()
+    lam = estimator_named(curvature, 1, None, None)(la.likelihood, f, y, drawn_by_place(5, len(x))).dense()
     jac = oracle.jacobian_loop(model, names, x)
     h = torch.einsum("ncp,ncd,ndq->pq", jac, lam, jac)
     h = {"full": h, "diag": h.diag().diag(), "kron": kron_blocks(model, names, x, lam, h)}[structure][index][:, index]

@@ -40,7 +40,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
             inner, by = inner.module, name
         elif name == "_FabricModule":
             inner, by = inner.module, by or "Lightning Fabric's module"
-        elif isinstance(compiled := inner._modules.get(_COMPILED), nn.Module) and _is_spread(compiled):
+        elif isinstance(compiled := getattr(inner, _COMPILED, None), nn.Module) and _is_spread(compiled):
             inner = compiled
         elif is_sharded(inner):
             return gathered(inner), "fully_shard"

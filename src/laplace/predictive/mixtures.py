@@ -126,7 +126,7 @@ def joined(parts: Sequence[Outputs]) -> Outputs:
 
 
 def _member(outputs: Outputs) -> OutputGaussian | OutputSamples:
-    assert not isinstance(outputs, OutputMixture)
+    assert isinstance(outputs, (OutputGaussian, OutputSamples))
     return outputs
 
 

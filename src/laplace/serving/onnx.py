@@ -6,7 +6,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,18 +14,16 @@ from torch import Tensor, nn
 from laplace.errors import UnsupportedError
 from laplace.serving.outputs import WRITTEN_OUT
 
-_NEEDED = ("onnx", "onnxscript")
-
 
 def write_onnx(
     module: nn.Module, network: nn.Module, names: tuple[str, ...], path: Any, inputs: tuple[Any, ...]
 ) -> None:
     """Write `module` to `path`. The inputs are an example; their first dimension becomes the batch."""
-    for package in _NEEDED:
-        try:
-            import_module(package)
-        except ImportError as error:
-            raise ImportError(f"ONNX files need {package}: pip install 'laplace-redux[onnx]'") from error
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"ONNX files need {error.name}: pip install 'laplace-redux[onnx]'") from error
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple(
         {key: _dims(value, batch) for key, value in x.items()} if isinstance(x, Mapping) else _dims(x, batch)

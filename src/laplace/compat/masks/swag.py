@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laplace.checks import one_positive, whole_number
 from laplace.compat.masks.base import ScoreMask
-from laplace.errors import InputError
+from laplace.errors import InputError, NumericalError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.network.batches import Keys
 from laplace.rivals.iterates import Moments, iterates
@@ -60,4 +60,6 @@ class LargestVarianceSWAGSubnetMask(ScoreMask):
         moments = Moments()
         for vector in islice(walk, self.n_snapshots):
             moments.add(vector)
+        if not moments.variance.isfinite().all():
+            raise NumericalError(f"SGD diverged with swag_lr={self.lr:g}. Take a smaller one.")
         return moments.variance

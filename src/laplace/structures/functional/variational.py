@@ -202,7 +202,6 @@ class Inducing(Spectral):
 
     def traces(self, groups: str) -> Traces:
         """Return the first and minus the second derivative of `logdet` in delta, which have a further term here."""
-        assert groups == "scalar"  # other priors are refused
         shrunk, p = self.values / (1 + self.values), self.layout.n_params
         t = (p - shrunk.sum() - self.missed) / self.delta
         m = (p - 2 * shrunk.sum() + shrunk.square().sum() - 2 * self.missed) / self.delta.square()
