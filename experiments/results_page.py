@@ -149,12 +149,22 @@ def selection(found: dict) -> str:
     return markdown(["set", "evidence of", "rank correlation", "chosen", "best", "median"], lines)
 
 
+def configurations(found: dict) -> str:
+    """Return the Pareto front of `configurations`."""
+    from experiments.configurations.__main__ import PARTS, pareto
+
+    rows = found["rows"]
+    lines = [[*name.split("/"), *(f"{v:.4f}" for v in rows[name].values())] for name in pareto(rows)]
+    return markdown([*PARTS, "NLL", "AUROC, confidence", "AUROC, epistemic"], lines)
+
+
 PLACES: dict[str, Callable[[dict], str]] = {
     "uq-cifar10": cifar,
     "uq-mnist": mnist,
     "cost": cost,
     "three-steps": steps,
     "selection": selection,
+    "configurations": configurations,
 }
 
 if __name__ == "__main__":

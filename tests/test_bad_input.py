@@ -173,7 +173,7 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         ({"likelihood": "gamma"}, r"likelihood='gamma'.*'regression', 'classification'"),
         ({"damping": "some"}, r"damping='some'.*False, True, 'balanced'"),
         ({"hessian_structure": "diag", "damping": True}, "belongs to hessian_structure='kron'"),
-        ({"rank": 3}, "rank=3 belongs to hessian_structure='inf' or 'lowrank'"),
+        ({"hessian_structure": "diag", "rank": 3}, "rank=3 belongs to hessian_structure='kron' or 'inf' or 'lowrank'"),
         ({"tol": 0.1}, "tol=0.1 belongs to hessian_structure='lowrank'"),
         ({"hessian_structure": "lowrank", "rank": 3, "tol": 0.1}, "rank=3 and tol=0.1: give only one"),
         ({"hessian_structure": "lowrank", "rank": 0}, "rank=0 must be a whole number of at least 1"),

@@ -281,7 +281,7 @@ def test_what_overflows_in_float32_is_refused(structure, subset):
         p = Laplace(model, "classification", subset, structure).fit([(1e30 * X, Y)])(1e30 * X)
         assert p.isfinite().all()
     else:
-        with pytest.raises(NumericalError, match=r"hold NaN or infinite values|out of range in torch\.float32"):
+        with pytest.raises(NumericalError, match=r"hold NaN or infinite values|out of range in torch\.float"):
             Laplace(model, "classification", subset, structure).fit([(1e30 * X, Y)])(1e30 * X)
     la = Laplace(model, "classification", subset, structure).fit([(X, Y)])
     for asked in ("call", "predict"):

@@ -38,6 +38,7 @@ STRUCTURE = [  # name, keywords, object
     ("kron", {"damping": True}, Kron(damping=True)),
     ("kron", {"damping": "balanced"}, Kron(damping="balanced")),
     ("kron", {"weight_sharing": "reduce"}, Kron(weight_sharing="reduce")),
+    ("kron", {"rank": 3}, Kron(rank=3)),
     ("diag", {}, Diag()),
     ("block", {}, Dense()),
     ("ekfac", {}, Ekfac()),
@@ -258,7 +259,7 @@ def test_a_wrong_argument_is_refused_under_its_own_name(make, said):
         ),
         (
             {"hessian_structure": Kron(), "rank": 3},
-            r"^rank=3 contradicts the object hessian_structure=Kron\(\). Kron has no such option; it has: damping, ",
+            r"^rank=3 contradicts the object hessian_structure=Kron\(\). Write hessian_structure=Kron\(rank=3\).",
         ),
         ({"hessian_structure": Diag(), "rank": 3}, r"Diag has no such option; it has none"),
         (

@@ -178,7 +178,8 @@ def test_options_of_laplace_are_those_of_the_plan():
     assert "needs whole tensors" in str(preview)
     small, large = (laplace.plan(network(), batch(), "classification", "all", rank=rank) for rank in (5, 50))
     assert small["lowrank"].bytes < large["lowrank"].bytes
-    assert small["kron"].bytes == large["kron"].bytes
+    assert small["kron"].bytes < large["kron"].bytes  # sketches of that rank in place of wide factors
+    assert small["diag"].bytes == large["diag"].bytes
 
 
 def test_ranks_share_examples_and_decompositions_of_blocks():

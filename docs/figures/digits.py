@@ -104,7 +104,7 @@ def run(seed: int) -> dict[str, list[float]]:
         y = labels[test]
         found = [accuracy(inside, y), nll(inside, y), ece(inside, y)]
         for probs, far_doubt in outside:
-            found += [auroc(inside.amax(-1), probs.amax(-1)), auroc(-doubt, -far_doubt)]
+            found += [auroc(-inside.amax(-1), -probs.amax(-1)), auroc(doubt, far_doubt)]
         return found
 
     rows = {"network": scores(alone(model)), "network, scaled": scores(scaled(model, x[val], labels[val]))}

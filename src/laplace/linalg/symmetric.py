@@ -134,6 +134,7 @@ def cholesky(matrix: Tensor) -> Tensor:  # (..., D, D) -> (..., D, D)
     """Return L with L L^T = matrix, for precisions relative to a prior: positive definite except for rounding."""
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if failed.any():
+        _require_range(matrix)
         raise NumericalError(
             "the posterior precision has lost the prior to rounding: the curvature of the data is up to "
             f"{float(matrix.detach().abs().max()):.2g} times larger. Raise the prior precision, or sigma_noise."
@@ -228,6 +229,14 @@ def or_double(dtype: torch.dtype) -> str:
     return "" if dtype == torch.float64 else ", or take model.double()"
 
 
+def _require_range(precision: Tensor) -> None:
+    if not precision.isfinite().all():
+        raise NumericalError(
+            f"the posterior precision is out of range in {precision.dtype}: the curvature of the data is too large. "
+            f"Scale the inputs of the network to about 1, or raise sigma_noise{or_double(precision.dtype)}."
+        )
+
+
 def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
     """Refuse a precision with non-positive eigenvalues, as an exact Hessian can have away from an optimum.
 
@@ -235,11 +244,7 @@ def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
     rounding.
     """
     eigenvalues = eigenvalues.detach()
-    if not eigenvalues.isfinite().all():
-        raise NumericalError(
-            f"the posterior precision is out of range in {eigenvalues.dtype}: the curvature of the data is too large. "
-            f"Scale the inputs of the network to about 1, or raise sigma_noise{or_double(eigenvalues.dtype)}."
-        )
+    _require_range(eigenvalues)
     if rounded or not (eigenvalues > 0).all():
         smallest, largest = float(eigenvalues.min()), float(eigenvalues.max())
         rounding = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * largest
