@@ -125,6 +125,8 @@ def test_more_data_can_be_added_and_override_keeps_its_place():
         (lambda la, x, y: la.predict(x[0]), r"single example, but a batch is needed"),
         (lambda la, x, y: la(x[0].tolist()), r"single example, but a batch is needed"),
         (lambda la, x, y: la.predict(pd.DataFrame(x).assign(city="Ulm")), "columns city of a DataFrame"),
+        (lambda la, x, y: la.predict(np.array([["02139", 1.0, 2.0]], object)), "begins with '02139'"),
+        (lambda la, x, y: la.predict(pd.DataFrame(x[:, :2]).assign(zip="02139")), "columns zip of a DataFrame"),
         (lambda la, x, y: la.predict(np.ma.masked_array(x)), "masked numpy array"),
         (lambda la, x, y: la.predict([[1.0, 2.0], [3.0]]), "does not become one array"),
         (lambda la, x, y: la.predict(np.full((2, 3), np.nan)), "NaN or infinite values"),

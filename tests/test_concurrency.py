@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
+from laplace.inference import values
 from networks import cut, make
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning")
@@ -50,6 +51,21 @@ def test_threads_that_predict_with_one_posterior_get_their_own_answers(structure
         return task
 
     assert not in_threads([predicting(i) for i in range(len(parts))])
+
+
+def test_a_posterior_is_that_of_its_own_values_if_another_is_made_meanwhile(monkeypatch):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification", prior_precision=2.0).fit(cut(x, y, 9))
+    noticed = values._notice_clipped
+
+    def another_thread(*given):
+        monkeypatch.setattr(values, "_notice_clipped", noticed)
+        la.prior_precision = 5.0
+        assert float(la.posterior.prior.precision) == 5
+
+    monkeypatch.setattr(values, "_notice_clipped", another_thread)
+    assert float(la.posterior.prior.precision) == 2
+    assert float(la.posterior.prior.precision) == 5
 
 
 def test_threads_may_tune_and_predict_two_posteriors_of_one_network():

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from laplace import Laplace
+from laplace.errors import NotFittedError, OptionError
+from laplace.inference import values as held
 from laplace.structures import STRUCTURES
 from networks import cut
 from zoo import build
@@ -100,3 +102,25 @@ def test_values_survive_a_further_fit(subset):
     whole = Laplace(model, "regression", subset, "full", **given).fit(cut(x, y, 5))
     torch.testing.assert_close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())
     torch.testing.assert_close(la(x), whole(x))
+
+
+def test_an_evidence_that_fails_leaves_every_value_as_it_was(monkeypatch):
+    model, x, y, _ = build("residual", "regression")
+    la = Laplace(model, "regression", sigma_noise=0.3, prior_precision=2.0)
+    before = la.values, la.runner.spec
+    with pytest.raises(NotFittedError):
+        la.log_marginal_likelihood(sigma_noise=[0.2, 0.4])  # their relation is the likelihood's
+    assert (la.values, la.runner.spec) == before
+    la.fit(cut(x, y, 5))
+    before = la.values, la.runner.spec
+    with pytest.raises(OptionError):
+        la.log_marginal_likelihood(prior_precision=3.0, sigma_noise=-1.0)
+    monkeypatch.setattr(held, "posterior", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        la.log_marginal_likelihood(prior_precision=3.0, sigma_noise=0.5)
+    assert la.values is before[0]
+    assert la.runner.spec is before[1]
+
+
+def interrupted(la):
+    raise KeyboardInterrupt

@@ -170,3 +170,27 @@ def test_half_precision_does_not_lose_the_curvature_of_confident_examples():
     double = Laplace(copy.deepcopy(model).double(), "classification", "all", "diag").fit([(x.double(), y)])
     assert 0 < float(double.H.max()) < 1e-12
     assert_close(half.H.double(), double.H, 0.05)
+
+
+class Whitening(nn.Module):
+    """Centres its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.sub_(1.0)
+        return self.head(self.body(x).tanh())
+
+
+def test_a_network_may_write_to_its_inputs_in_a_last_layer_run():
+    torch.manual_seed(0)
+    model, x, y = Whitening(), torch.randn(9, 4), torch.arange(9) % 3
+    before = x.clone()
+    la = Laplace(model, "classification", "last_layer", "full").fit([(x, y)])
+    assert torch.equal(x, before)
+    first = la(x)
+    assert torch.equal(x, before)
+    assert torch.equal(la(x), first)
+    assert_close(la.predict(x).outputs.mean, model(before.clone()))

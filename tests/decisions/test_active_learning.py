@@ -258,6 +258,10 @@ def test_wrong_input_is_refused():
         score(labels, POOL)
     functions = Laplace(network(3), "classification", "all", "gp").fit([(X, torch.arange(12) % 3)])
     assert score(functions, POOL).shape == (5,)
+    assert score(functions, POOL, "epig").shape == (5,)
+    for choose in (score, acquire):
+        with pytest.raises(UnsupportedError, match=r"'gp' at the pool cannot be continued at targets=. Leave targets="):
+            choose(functions, POOL, method="epig", targets=POOL[:2])
     with pytest.raises(UnsupportedError, match="Give the pool as one tensor"):
         score(functions, [POOL, POOL])
     with pytest.raises(NotFittedError):

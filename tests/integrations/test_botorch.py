@@ -252,6 +252,14 @@ def test_some_outputs_are_the_rows_of_all():
     close(conditioned.subset_output([2]).posterior(X).mean, conditioned.posterior(X).mean[..., [2]])
 
 
+def test_noise_for_some_outputs_is_given_in_their_order():
+    model, X, noise = LaplaceModel(fitted(2)), torch.rand(3, 4, 2), torch.tensor([[0.5, 2.0]])
+    some = model.subset_output([1, 0])
+    found = some.posterior(X, observation_noise=noise).variance - some.posterior(X).variance
+    close(found, noise.expand(3, 4, 2))
+    close(model.posterior(X, [1, 0], noise).variance, some.posterior(X, observation_noise=noise).variance)
+
+
 @pytest.mark.parametrize("conditioned", [False, True])
 def test_paths_are_functions_with_the_moments_of_the_posterior(conditioned):
     model, X, generator = LaplaceModel(fitted(structure="full")), torch.rand(3, 2), torch.Generator().manual_seed(0)

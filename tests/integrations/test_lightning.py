@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace, Prediction
-from laplace.errors import InputError, NotFittedError, OptionError
+from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
 from laplace.integrations.lightning import LaplaceCallback, LaplaceModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -121,6 +121,12 @@ def test_without_validation_data_or_tuning_the_prior_stays(tmp_path):
     assert (callback.tuned, callback.calibrated) == (None, None)
     assert float(callback.laplace.prior_precision) == 3
     assert callback.laplace.n_data == 60
+
+
+def test_several_processes_are_refused_and_told_what_to_write(tmp_path):
+    callback, two = LaplaceCallback("classification"), trainer(tmp_path, devices=2, strategy="ddp")
+    with pytest.raises(UnsupportedError, match=r"this Trainer has 2.*write la.fit\(loader, group="):
+        callback.on_train_end(two, Classifier())
 
 
 def test_trainer_predict_gives_what_predict_gives(tmp_path):

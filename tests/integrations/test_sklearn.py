@@ -234,3 +234,10 @@ def test_too_many_outputs_and_one_class_are_said(iris):
         LaplaceClassifier(Net(4, 5), train=False).fit(x, y)
     with pytest.raises(OptionError, match="y has one class"):
         LaplaceClassifier().fit(x, ["a"] * len(x))
+
+
+def test_batches_of_one_example_are_trained_on():
+    x = np.linspace(-1, 1, 12).reshape(-1, 1)
+    y = (x[:, 0] > 0).astype(int)
+    trained = LaplaceClassifier(hidden_sizes=(4,), max_epochs=40, batch_size=1, random_state=0).fit(x, y)
+    assert trained.score(x, y) > 0.9

@@ -8,7 +8,9 @@ from torch.func import functional_call
 
 import oracle
 from laplace import Laplace
-from laplace.linalg.sampling import Draws
+from laplace.distributed import alone
+from laplace.inference.predict_shards import same_draws
+from laplace.linalg.sampling import Draws, seed_from
 from laplace.predictive.outputs import OutputGaussian
 from networks import cut, make
 from zoo import build
@@ -187,3 +189,10 @@ def test_class_probabilities_have_the_right_gradients_in_the_inputs(subset, stru
     new = x[:2].clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda inputs: la(inputs, link_approx=link), (new,), atol=1e-6)
     assert not fitted("classification", subset, structure)[0](new).requires_grad
+
+
+def test_seeds_are_drawn_on_the_device_of_their_generator():
+    expected, shared = seed_from(seeded()), same_draws(Draws(3, seeded()), alone).generator.initial_seed()
+    with torch.device("meta"):  # the default of new tensors, which a generator on the CPU cannot fill
+        assert seed_from(seeded()) == expected
+        assert same_draws(Draws(3, seeded()), alone).generator.initial_seed() == shared

@@ -138,6 +138,13 @@ def test_predictions_at_positions_are_cut_joined_and_tabled_by_example(task):
         assert p.entropy.shape == (5, 2)
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int32])
+def test_small_integers_are_positions_and_no_mask(kind):
+    p, _, _ = predicted("classes")
+    same(p[np.array([2, 0, 1], kind)], p[[2, 0, 1]])
+    same(p[torch.ones(len(p), dtype=torch.uint8)], p[[1] * len(p)])
+
+
 @pytest.mark.parametrize("index", [1.5, "a", [0.5], np.ones(3, bool), torch.ones(2, 2, dtype=torch.long), None, [99]])
 def test_a_bad_index_is_said(index):
     p, _, _ = predicted("classes")
@@ -164,6 +171,8 @@ def test_what_is_not_there_is_said(monkeypatch):
         Prediction.cat([classes, la.predict(x, link_approx="bridge")])
     with pytest.raises(OptionError, match="must be 3 names"):
         classes.to_pandas(names=["a"])
+    with pytest.raises(OptionError, match="has a name twice"):
+        classes.to_pandas(names=["a", "b", "a"])
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"laplace-redux\[pandas\]"):
         classes.to_pandas()

@@ -13,6 +13,7 @@ from laplace import Laplace, Ordinal, from_log_prob
 from laplace.errors import ModelError, NotFittedError, OptionError, StaleWarning, UnsupportedError
 from laplace.predictive import Link
 from laplace.serving import PredictiveModule
+from laplace.serving.outputs import _root
 from networks import cut, make
 
 ALL = ("mean", "variance", "epistemic", "aleatoric")
@@ -179,6 +180,26 @@ def test_a_layer_in_the_midst_of_forward_and_inputs_by_name(reduction):
     module, expected = la.module("probit", "mean", example=batch), la(batch, link_approx="probit")
     for found in (module(batch), module(**batch), module({**batch, "labels": labels})):
         assert (found - expected).abs().max() < 1e-12
+
+
+def test_hooks_before_the_last_layer_make_its_features():
+    model, x, y = make("mlp", "classification")
+    last = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
+    last.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+    la = Laplace(model, "classification", "last_layer").fit(cut(x, y, 5))
+    assert_alike(la.module("probit", ("mean", "variance"))(x[:3]), alone(la, x[:3], "probit"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("c", "rank"), [(2, 1), (3, 0), (10, 1), (10, 5), (40, 20)])
+def test_singular_covariances_have_roots_in_each_way_of_running(c, rank, dtype):
+    torch.manual_seed(0)
+    half = torch.randn(50, c, rank, dtype=dtype)
+    covariance = half @ half.mT
+    traced, atol = torch.jit.trace(_root, covariance, check_trace=False), 100 * c * (rank + 1) * torch.finfo(dtype).eps
+    for root in (_root(covariance), traced(covariance)):
+        torch.testing.assert_close(root @ root.mT, covariance, rtol=0, atol=atol)
+    assert _root(torch.full((1, c, c), torch.nan, dtype=dtype)).isnan().any()
 
 
 def test_several_inputs():

@@ -63,7 +63,7 @@ class Head:
         self._seen.clear()
         try:
             with torch.inference_mode(False), torch.enable_grad() if with_grad else torch.no_grad():
-                f = inputs.normal_tensors().singles().call(self.replica)
+                f = inputs.normal_tensors().copied().singles().call(self.replica)  # a network may write to its inputs
             seen = [*self._seen]
         finally:
             self._seen.clear()
@@ -103,7 +103,7 @@ class Head:
         h = features_last(layer, phi)
         if close(self.weights.reduce(h, first).detach(), self.weights.reduce(h, at).detach()):
             return at
-        same = positions_picked(*asked(self.replica, layer, inputs.normal_tensors()))  # tied outputs, other features
+        same = positions_picked(*asked(self.replica, layer, inputs.normal_tensors().copied()))  # tied outputs
         self._seen.clear()
         return at if same is None else last_of(same)
 

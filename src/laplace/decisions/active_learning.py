@@ -24,7 +24,7 @@ from laplace.inference.source import FEWER, Answer, Source, scaled_outputs
 from laplace.likelihoods import Bernoulli
 from laplace.likelihoods.classes import OneOfSeveral
 from laplace.linalg.autocast import plainly
-from laplace.linalg.sampling import Draws
+from laplace.linalg.sampling import Draws, seed_from
 from laplace.network.batches import prediction_batches
 from laplace.predictive.outputs import OutputSamples
 from laplace.predictive.queries import Functions
@@ -138,7 +138,7 @@ def score(
 
     Raises:
         OptionError: the method is unknown, or `targets` are given to another method than 'epig'.
-        UnsupportedError: the likelihood has no such score.
+        UnsupportedError: the likelihood has no such score, or the posterior is over functions ('gp') and has targets.
         InputError: the pool holds no example.
     """
     method, generator = choice(method, METHODS, "method"), generator_or_none(generator)
@@ -150,7 +150,12 @@ def score(
         formulas = {"entropy": information.predictive_entropy, "margin": information.small_margin}
         formula = formulas.get(method, information.mutual_information)
         return torch.cat([formula(p) for p in _drawn(la, pool, n_samples, generator)])
-    seeded = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    if targets is not None and la.frame.functional:
+        raise UnsupportedError(
+            "functions drawn from a 'gp' at the pool cannot be continued at targets=. Leave targets= out, or take "
+            "hessian_structure='full', 'kron' or 'diag'."
+        )
+    seeded = torch.Generator().manual_seed(seed_from(generator))
     state = seeded.get_state()
     p = _probabilities(la, pool, n_samples, seeded)
     seeded.set_state(state)  # the same functions at the targets
@@ -172,7 +177,7 @@ def _is_regression(la: Source) -> bool:
 
 def _drawn(la: Source, pool: Any, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
     """Yield class probabilities at consecutive batches, (S, n, K). The functions are the same for all of them."""
-    seed = int(torch.randint(2**31, (), generator=generator))
+    seed = seed_from(generator)
     draws, frame = whole_number(n_samples, "n_samples", 2), la.frame
     answer, seen = Answer(frame.budget, FEWER), 0
     for where, inputs in prediction_batches(pool, frame.keys, {}, False):

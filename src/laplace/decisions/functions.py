@@ -12,6 +12,7 @@ from laplace.checks import generator_or_none, whole_number
 from laplace.errors import UnsupportedError
 from laplace.inference.predict import functional_samples, pred_type_named
 from laplace.inference.source import Source
+from laplace.linalg.sampling import seed_from
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,4 @@ def draw_functions(
     pred_type, n_samples = pred_type_named(pred_type, False), whole_number(n_samples, "n_samples")
     _ = la.n_outputs  # refuses a posterior that is not fitted
     generator = generator_or_none(generator)
-    device = None if generator is None else generator.device
-    seed = int(torch.randint(2**31, (), generator=generator, device=device))
-    return DrawnFunctions(la, n_samples, pred_type, seed)
+    return DrawnFunctions(la, n_samples, pred_type, seed_from(generator))

@@ -21,7 +21,7 @@ from laplace.errors import FormChangedError, InputError, NumericalError, Unsuppo
 from laplace.inference.reads import ABSENT, Read, changed_form, require_each_once
 from laplace.inference.targets import counted
 from laplace.likelihoods.base import Likelihood, Targets
-from laplace.linalg.sampling import Keyed, rows_keyed
+from laplace.linalg.sampling import Keyed, rows_keyed, seed_from
 from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
 from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch, Inputs
@@ -227,7 +227,7 @@ class Accumulator:
 
     def _drawn_seed(self) -> int:
         """Return the seed of all random numbers of this fit. Every run over the data draws the same."""
-        return int(torch.randint(2**62, (), generator=self.generator)) if self.estimator.draws else 0
+        return seed_from(self.generator, 2**62) if self.estimator.draws else 0
 
     def _finish(self, reads: Sequence[Read]) -> None:
         """Add up the sums of all ranks, and let the structure turn those of this run into its totals."""

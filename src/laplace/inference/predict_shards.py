@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard
-from laplace.linalg.sampling import Draws
+from laplace.linalg.sampling import Draws, seed_from
 from laplace.predictive.mixtures import Outputs, joined
 from laplace.predictive.positions import Positions
 from laplace.predictive.reshape import Reshaper
@@ -20,7 +20,7 @@ Report = tuple[Outputs, Tensor | None, Positions, Tensor | None]
 
 def same_draws(draws: Draws, reduce: Reduce) -> Draws:
     """Return draws that are the same on all ranks: those of the first."""
-    seed = int(torch.randint(2**62, (), generator=draws.generator))
+    seed = seed_from(draws.generator, 2**62)
     return Draws(draws.n, torch.Generator().manual_seed(reduce.share(0, seed)), draws.apart)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace.checks import one_positive, positive, shown
-from laplace.errors import LaplaceError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import NotFittedError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
 from laplace.linalg.one_number import OneNumber
@@ -29,13 +29,20 @@ from laplace.priors.gaussian import GaussianPrior, own
 from laplace.spec import refuse_unknown_keywords
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Holds a posterior together with the values that it was made of."""
+
+    made_of: tuple[Fit, Prior, Tensor, float]
+    versions: tuple[int, ...]  # of tensors that a user may change in place
+    posterior: Posterior
+
+
 @dataclass
 class Cache:
-    """Keeps the last posterior together with the values that it was made of."""
+    """Keeps the last posterior. Threads may share it, so its entry is replaced as a whole."""
 
-    made_of: tuple[Any, ...] = ()
-    versions: tuple[int, ...] = ()  # of tensors that a user may change in place
-    posterior: Posterior | None = None
+    entry: Entry | None = None
 
 
 @dataclass(frozen=True)
@@ -105,16 +112,15 @@ def posterior(la: Holder) -> Posterior:
     values = la.values
     if values.fit is None:
         raise NotFittedError("this posterior has seen no data. Call la.fit(train_loader) first.")
-    cache, made_of = values.cache, (values.fit, values.prior, values.sigma, values.temperature)
+    made_of = (values.fit, values.prior, values.sigma, values.temperature)
     tensors = (*values.prior.tensors, values.sigma)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return Posterior(*made_of)  # its graph belongs to the caller
-    versions = tuple(t._version for t in tensors)
-    same = cache.versions == versions and all(map(operator.is_, cache.made_of, made_of))
-    if cache.posterior is None or not same:
-        cache.made_of, cache.versions, cache.posterior = made_of, versions, Posterior(*made_of).detached()
-        _notice_clipped(la.runner, cache.posterior)
-    return cache.posterior
+    versions, entry = tuple(t._version for t in tensors), values.cache.entry
+    if entry is None or entry.versions != versions or not all(map(operator.is_, entry.made_of, made_of)):
+        entry = values.cache.entry = Entry(made_of, versions, Posterior(*made_of).detached())
+        _notice_clipped(la.runner, entry.posterior)
+    return entry.posterior
 
 
 def is_fitted(la: Holder) -> bool:
@@ -149,15 +155,15 @@ def log_marginal_likelihood(
         OptionError: a value that is not positive, or of another length.
         NumericalError: a posterior precision that is not positive definite.
     """
-    before = la.values
+    before = la.values, la.runner.spec
     try:
         if sigma_noise is not None:
             set_sigma_noise(la, sigma_noise)
         if prior_precision is not None:
             set_prior_precision(la, prior_precision)
         return posterior(la).log_evidence
-    except LaplaceError:
-        la.values = before
+    except BaseException:
+        la.values, la.runner.spec = before
         raise
 
 

@@ -158,8 +158,8 @@ class LaplaceModel(Model, FantasizeMixin):
         Args:
             X: (*batch, q, d).
             output_indices: The wanted outcomes. All if left out.
-            observation_noise: Whether to add the observation noise; or its variances, (*batch, q, m), on the scale of
-                transformed outcomes.
+            observation_noise: Whether to add the observation noise; or the variances of the wanted outcomes, in their
+                order, (*batch, q, m), on the scale of transformed outcomes.
             posterior_transform: A transform of BoTorch.
 
         Returns:
@@ -180,7 +180,8 @@ class LaplaceModel(Model, FantasizeMixin):
             q, index = mean.shape[-2], torch.as_tensor(self._outputs, device=mean.device)
             rows = (torch.arange(q, device=mean.device)[:, None] * mean.shape[-1] + index).flatten()
             mean, covariance = mean[..., index], covariance[..., rows, :][..., rows]
-            noise = noise[..., index] if noise.dim() and noise.shape[-1] == self._n_located else noise
+            given = isinstance(observation_noise, Tensor)  # for these outcomes, in their order
+            noise = noise if given or noise.dim() == 0 or noise.shape[-1] != self._n_located else noise[..., index]
         if observation_noise is not False:
             covariance = covariance + noise.expand_as(mean).flatten(-2).diag_embed()
         posterior: Posterior = GPyTorchPosterior(_normal(mean.to(X.dtype), covariance.to(X.dtype)))

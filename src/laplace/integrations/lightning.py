@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from laplace.checks import flag, path_of, shown
-from laplace.errors import InputError, NotFittedError, OptionError
+from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.network.loaders import dataloader_of
@@ -106,6 +106,12 @@ class LaplaceCallback(Callback):
             trainer: The Trainer, whose data is read.
             pl_module: The trained LightningModule.
         """
+        if trainer.world_size > 1:
+            raise UnsupportedError(
+                f"LaplaceCallback fits in one process, and this Trainer has {trainer.world_size}, each with its own "
+                "part of the data. Leave the callback out, and after training write la.fit(loader, "
+                "group=torch.distributed.group.WORLD) in all of them."
+            )
         la = Laplace(self._network(pl_module), self.likelihood, **self.laplace_options)
         la.fit(_unpacked(_one(trainer.train_dataloader, "training"), self.unpack))
         if self.tune is not None:

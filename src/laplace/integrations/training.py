@@ -60,7 +60,7 @@ def train(
     model.train()
     for _ in range(max_epochs):
         for index in torch.randperm(len(y), generator=generator).split(batch_size):
-            if len(index) == 1 < len(y):
+            if len(index) == 1 < min(batch_size, len(y)):
                 continue  # BatchNorm cannot train on one example; another epoch has it elsewhere
             optimizer.zero_grad()
             loss(model(x[index]), y[index]).backward()

@@ -120,6 +120,12 @@ def rows_keyed(
     return mixed(places[of]) + torch.arange(len(of)) - first
 
 
+def seed_from(generator: torch.Generator | None, below: int = _STEPS) -> int:
+    """Draw a seed for another generator, on the device of the given one."""
+    device = None if generator is None else generator.device  # torch's default device may be another
+    return int(torch.randint(below, (), generator=generator, device=device))
+
+
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return Rademacher signs, (k, n, c)."""
     if isinstance(generator, Keyed):

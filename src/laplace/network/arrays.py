@@ -61,7 +61,7 @@ def numbers_in(array: Any) -> np.ndarray:
         raise InputError(f"a {_name(array)} does not become one array of numbers: {error}") from error
     if values.dtype.kind in "biufc" and values.dtype.itemsize <= 16 and values.dtype != np.longdouble:
         return values
-    if values.dtype.kind in "Of":  # a DataFrame of several dtypes, or long doubles
+    if values.dtype.kind in "Of" and not _has_words(values):  # a DataFrame of several dtypes, or long doubles
         try:
             return values.astype(np.float64)
         except (TypeError, ValueError):
@@ -98,7 +98,14 @@ def _described(array: Any, values: np.ndarray) -> str:
     return f"a {_name(array)} of dtype {values.dtype} came{f', which begins with {first[0]!r}' if first else ''}."
 
 
+def _has_words(values: np.ndarray) -> bool:
+    """Whether an array of objects holds strings. Those of digits would become numbers: "02139" would be 2139."""
+    return values.dtype.kind == "O" and any(isinstance(value, (str, bytes)) for value in values.reshape(-1))
+
+
 def _are_numbers(values: np.ndarray) -> bool:
+    if _has_words(values):
+        return False
     try:
         values.astype(np.float64)
     except (TypeError, ValueError):

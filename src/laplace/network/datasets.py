@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from laplace.checks import shown, whole_number
+from laplace.distributed.shards import divided_by
 from laplace.errors import InputError, OptionError
 
 BATCH_SIZE: Final = 32  # of a dataset, if the user names none
@@ -43,16 +52,48 @@ def loader_of(
 
 
 def in_order(loader: Iterable[Any]) -> Iterable[Any]:
-    """Return a loader of the same examples, all and in their order, with the same collator and batch size.
+    """Return a loader of the same examples, each once and in their order, with the same collator and batch size.
 
-    A loader over a stream, or of another class, is returned as it is. No random number is drawn.
+    Data that is divided over several processes is read whole. A loader over a stream, of another class, or whose
+    dataset makes the batches, is returned as it is. No random number is drawn.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader
+    everything = range(len(loader.dataset))  # type: ignore[arg-type]
+    indices = everything if divided_by(loader) else indices_of(loader)
+    if indices is None:
+        return loader
     sizes = loader.batch_size, getattr(loader.batch_sampler, "batch_size", None), BATCH_SIZE
-    size = next(size for size in sizes if isinstance(size, int))
-    own = {"num_workers": loader.num_workers, "generator": torch.Generator()}  # a loader draws a seed when it is read
-    return DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, **own)
+    return DataLoader(
+        loader.dataset,
+        next(size for size in sizes if isinstance(size, int)),
+        sampler=None if indices == everything else sorted(indices),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),  # a loader draws a seed when it is read
+    )
+
+
+def indices_of(loader: DataLoader[Any]) -> Sequence[int] | None:
+    """Return which examples of its dataset a loader reads; None where it does not batch them by number.
+
+    Samplers that draw are not asked: that would move the random numbers of the caller.
+    """
+    sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if isinstance(sampler, (SequentialSampler, RandomSampler)):
+        return range(len(sampler.data_source))  # type: ignore[arg-type]
+    if isinstance(sampler, SubsetRandomSampler):
+        return list(sampler.indices)
+    if sampler is None:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        found = list(sampler)
+    indices = [i for part in found for i in (part if isinstance(part, (list, tuple)) else [part])]
+    return sorted(set(indices)) if all(isinstance(i, int) for i in indices) else None
 
 
 def _training_data_of(trainer: Any) -> Iterable[Any]:

@@ -133,7 +133,7 @@ def rows_at(index: Any, n: int, device: torch.device) -> Tensor:  # (k,)
     try:
         chosen = torch.as_tensor(np.asarray(index) if isinstance(index, list) else index, device=device)
         if chosen.dim() == 1 and (chosen.dtype is torch.bool or not chosen.is_floating_point()):
-            return every[chosen]
+            return every[chosen if chosen.dtype is torch.bool else chosen.long()]
         if chosen.dim() == 1 and not len(chosen):
             return every[:0]
     except (TypeError, ValueError, RuntimeError, IndexError):

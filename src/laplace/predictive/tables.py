@@ -24,6 +24,8 @@ def table_of(prediction: Prediction, names: Sequence[str] | None, level: float |
     pandas, kind, c = _pandas(), prediction.kind, prediction.mean.shape[1]
     if names is not None and (isinstance(names, str) or len(names) != c):
         raise OptionError(f"names={shown(names)} must be {c} names, one for each class or output.")
+    if names is not None and len({str(name) for name in names}) < c:
+        raise OptionError(f"names={shown(names)} has a name twice; each class or output needs one of its own.")
     words = [str(name) for name in (range(c) if names is None else names)]
     columns: dict[str, Any] = {}
 

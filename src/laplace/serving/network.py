@@ -16,7 +16,7 @@ from laplace.errors import UnsupportedError
 from laplace.network.replica import plain_name, replicate, unwrap
 from laplace.weights.last_layer import FoundLastLayer
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")  # not those before it, which make its features
 
 
 class PassedLinear(nn.Linear):

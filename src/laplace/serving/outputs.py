@@ -73,9 +73,13 @@ def linked(link: Link, outputs: FixedOutputs, draws: FixedDraws) -> Tensor:  # (
 
 
 def _root(covariance: Tensor) -> Tensor:  # (N, C, C)
-    """Return the Cholesky factor; NaN where there is none."""
+    """Return the Cholesky factor; NaN where there is none. A singular covariance is raised by its rounding error."""
     covariance = (covariance + covariance.mT) / 2
     c = covariance.shape[-1]
+    finfo = torch.finfo(covariance.dtype)
+    rounding = 4 * c * finfo.eps  # of a factorisation, relative to the diagonal
+    least = (rounding * covariance.diagonal(dim1=1, dim2=2).mean(-1)).clamp(min=finfo.tiny / finfo.eps)
+    covariance = covariance + least[:, None, None] * torch.eye(c, dtype=covariance.dtype, device=covariance.device)
     if is_traced() and c <= WRITTEN_OUT:
         return _written_out(covariance, c)
     factor, failed = torch.linalg.cholesky_ex(covariance)

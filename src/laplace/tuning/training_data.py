@@ -8,15 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from laplace.distributed import Reduce
 from laplace.errors import InputError, within
@@ -24,6 +16,7 @@ from laplace.inference.runner import Runner
 from laplace.inference.targets import counted
 from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch
+from laplace.network.datasets import indices_of
 from laplace.posterior.posterior import Posterior
 from laplace.tuning.validation import Labelled
 
@@ -100,7 +93,7 @@ class Sample:
         """Return batches to read, and how many examples to take of each."""
         loader = self.loader
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-            indices = _indices(loader)
+            indices = indices_of(loader)
             if indices is not None:
                 return self._drawn(loader, indices), self.most
         if isinstance(loader, Sequence) and len(loader):
@@ -177,21 +170,3 @@ def _length(batch: Any) -> int:
     """Return the number of examples in a batch as a loader gives it; 1 where that cannot be seen."""
     parts = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, (tuple, list)) else ()
     return max((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), default=1)
-
-
-def _indices(loader: DataLoader[Any]) -> Sequence[int] | None:
-    """Return which examples of its dataset a loader reads; None where it does not batch them by number.
-
-    Samplers that draw are not asked: that would move the random numbers of the caller.
-    """
-    sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
-    if isinstance(sampler, (SequentialSampler, RandomSampler)):
-        return range(len(sampler.data_source))  # type: ignore[arg-type]
-    if isinstance(sampler, SubsetRandomSampler):
-        return list(sampler.indices)
-    if sampler is None:
-        return None
-    with torch.random.fork_rng(devices=[]):
-        found = list(sampler)
-    indices = [i for part in found for i in (part if isinstance(part, (list, tuple)) else [part])]
-    return sorted(set(indices)) if all(isinstance(i, int) for i in indices) else None
