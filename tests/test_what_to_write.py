@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from laplace import Laplace
+from laplace.distributed import ShardSampler
 from laplace.errors import InputError, LaplaceError, LaplaceWarning, ModelError, NumericalError, OptionError
 from laplace.likelihoods import Categorical
 from laplace.predictive import Link
@@ -60,6 +61,17 @@ class Takes(nn.Module):
             lambda la: Laplace.load("file", network(), likelihod="x"),
             r"^Laplace.load has .*mean 'likelihood'",
         ),
+        (lambda la: la.calibrate([(X, Y)], rul="best"), r"^Laplace.calibrate has no option 'rul'. Did you mean 'rule'"),
+        (lambda la: la.calibrate(X, Y), r"write la.calibrate\(\(x, y\)\)"),
+        (lambda la: la.conformal(X, Y), r"must be one number.*write la.conformal\(\(x, y\)\)"),
+        (lambda la: la.conformal(X, Y.numpy()), r"write la.conformal\(\(x, y\)\)"),
+        (lambda la: la.conformal(X, Y.tolist()), r"write la.conformal\(\(x, y\)\)"),
+        (lambda la: la.tune(val_loader=[(X, Y)]), r"Write la.calibrate\(val_loader\), or la.tune\(method='validation'"),
+        (lambda la: Laplace(network(), "classification", "all", "kfac"), r"Did you mean 'kron'\?"),
+        (lambda la: Laplace(network(), "classification", "all", "KFAC"), r"Did you mean 'kron'\?"),
+        (lambda la: Laplace(network(), "classification", "all", "diagonal"), r"Did you mean 'diag'\?"),
+        (lambda la: Laplace(network(), "classification", "all", "low_rank"), r"Did you mean 'lowrank'\?"),
+        (lambda la: ShardSampler(X), r"single one ShardSampler\(dataset, rank=0, size=1\)"),
         (lambda la: la.optimize_prior_precision(metod="CV"), r"Did you mean 'method'"),
         (lambda la: Laplace(network()), r"^Laplace: missing a required argument: 'likelihood'.*Laplace\(model, like"),  # type: ignore
         (lambda la: la.tune("prior_prec"), r"Did you mean 'prior_precision'"),
@@ -84,6 +96,22 @@ def test_keywords_of_the_network_still_reach_it():
         la.predict(X, n_sample=10)
     with pytest.raises(LaplaceError, match="no option 'zzz'"):
         la.predict(X, zzz=10)
+
+
+def test_a_loader_that_shuffles_is_told_once():
+    data = TensorDataset(X, Y)
+    for loader in (
+        DataLoader(data, 8, shuffle=True),
+        DataLoader(data, 8, sampler=SubsetRandomSampler(range(20))),
+        DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 8, drop_last=False)),
+    ):
+        la = Laplace(network(), "classification").fit(loader)
+        with pytest.warns(LaplaceWarning, match=r"random order.*shuffle=False") as seen:
+            _ = la.predict(loader), la.predict(loader)
+        assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Laplace(network(), "classification").fit(loader).predict(DataLoader(data, 8))
 
 
 class Segmenter(nn.Module):

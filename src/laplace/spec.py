@@ -368,6 +368,8 @@ class _Call:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             write = f"Write {self.owner}({', '.join(self.needed)}); see help({self.owner})."
+            if "too many positional" in str(error) and self.needed[:1] == ["val_loader"]:
+                write = f"For inputs and labels write la.{self.owner.rpartition('.')[2]}((x, y)). {write}"
             raise ArgumentError(f"{self.owner}: {error}. {write}") from None
 
     def strange(self, kwargs: Mapping[str, Any]) -> list[str]:

@@ -45,7 +45,8 @@ class ShardSampler(Sampler[int]):
         if (rank is None or size is None) and not (distributed.is_available() and distributed.is_initialized()):
             raise OptionError(
                 "ShardSampler needs a process group. Call torch.distributed.init_process_group() first, or write "
-                "ShardSampler(dataset, rank=0, size=4)."
+                "the number of this process and how many there are, for a single one ShardSampler(dataset, rank=0, "
+                "size=1)."
             )
         self.size = distributed.get_world_size(group) if size is None else whole_number(size, "size")
         self.rank = distributed.get_rank(group) if rank is None else whole_number(rank, "rank", 0, self.size - 1)
