@@ -95,6 +95,11 @@ def path_of(value: Any, what: str) -> Path:
     return Path(text)
 
 
+def how_many(n: int, what: str) -> str:
+    """Return '1 example', '2 examples'."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """Return the repr of a value for an error message, cut to one line."""
     text = " ".join(repr(value).split())

@@ -328,13 +328,14 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def checked_before(function: Callable[..., None]) -> Callable[..., Any]:
+def checked_before(function: Callable[..., None], owner: str = "") -> Callable[..., Any]:
     """Return a `__new__` that refuses the same for `__init__`, which stays the function that was written.
 
     So libraries that read the names of its arguments find them. Copies and pickles, which call it without arguments,
-    are made without a check.
+    are made without a check. `owner` is the class in messages, where that of the function is a base class.
     """
     call = _Call(function)
+    call.owner = owner or call.owner
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
         if (args or kwargs) and cls.__init__ is function:
