@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from laplace import Laplace
-from laplace.distributed import ShardSampler
 from laplace.errors import InputError, LaplaceError, LaplaceWarning, ModelError, NumericalError, OptionError
 from laplace.likelihoods import Categorical
 from laplace.predictive import Link
@@ -79,7 +78,6 @@ class Takes(nn.Module):
         (lambda la: Ensemble([network()], "classification", weigths=[1]), r"^Ensemble has .*mean 'weights'"),  # type: ignore
         (lambda la: SWAG(network()), r"^SWAG: missing .*Write SWAG\(model, likelihood\)"),  # type: ignore
         (lambda la: MCDropout(network(), "classification", n_sample=3), r"^MCDropout has .*mean 'n_samples'"),  # type: ignore
-        (lambda la: ShardSampler(X), r"single one ShardSampler\(dataset, rank=0, size=1\)"),
         (lambda la: la.optimize_prior_precision(metod="CV"), r"Did you mean 'method'"),
         (lambda la: Laplace(network()), r"^Laplace: missing a required argument: 'likelihood'.*Laplace\(model, like"),  # type: ignore
         (lambda la: la.tune("prior_prec"), r"Did you mean 'prior_precision'"),

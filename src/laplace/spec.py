@@ -310,8 +310,20 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
     `**options: Unpack[...]`, the keys of that TypedDict are allowed. If it ends with `**model_kwargs`, these go to the
     network, and are refused once the network does not take them.
     """
-    call = _Call(function)
+    return _checked(function, _Call(function))
 
+
+def refuse_unknown_keywords_of(owner: str, instead: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return the same decorator for a function that users call by the name `owner`, not on a `Laplace`.
+
+    Args:
+        owner: The function as users write it.
+        instead: What to write for some unknown keywords.
+    """
+    return lambda function: _checked(function, _Call(function, owner, instead))
+
+
+def _checked(function: Callable[P, R], call: _Call) -> Callable[P, R]:
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         strange = call.strange(kwargs) if kwargs else []
@@ -349,7 +361,10 @@ def checked_before(function: Callable[..., None], owner: str = "") -> Callable[.
 class _Call:
     """Knows the arguments of a function, and words the error about wrong ones."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], owner: str | None = None, instead: Mapping[str, str] | None = None
+    ) -> None:
+        self.instead = instead or {}
         self.signature = inspect.signature(function)
         parameters = list(self.signature.parameters.values())
         self.known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -359,7 +374,9 @@ class _Call:
         needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         self.needed = [name for name in needed if name not in ("self", "cls")]
         self.owner = function.__qualname__.removesuffix(".__init__")
-        if parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
+        if owner is not None:
+            self.owner, self.needed = owner, [p.name for p in parameters if p.default is p.empty]
+        elif parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
             self.owner = f"Laplace.{self.owner}" if self.owner != "call" else "Laplace.__call__"
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -382,7 +399,8 @@ class _Call:
 
     def refused(self, name: str, where: str = "") -> ArgumentError:
         """Return the error about an unknown keyword."""
-        hint = did_you_mean(name, sorted(self.known - {"self"})) or f" See help({self.owner})."
+        near = did_you_mean(name, sorted(self.known - {"self"})) or f" See help({self.owner})."
+        hint = f" Write {self.instead[name]}." if name in self.instead else near
         return ArgumentError(f"{self.owner} has no option {name!r}{where}.{hint}")
 
 

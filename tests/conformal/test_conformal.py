@@ -386,3 +386,11 @@ def test_links_of_your_own_are_used_but_not_saved(tmp_path):
     assert torch.equal(made.set(X), named.set(X))
     with pytest.raises(UnsupportedError, match="cannot be saved"):
         made.save(tmp_path / "made")
+
+
+def test_calibrating_on_the_training_data_is_noticed():
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.arange(40) % 2
+    la = Laplace(nn.Linear(3, 2), "classification").fit(x, y)
+    with pytest.warns(LaplaceWarning, match="cal_loader holds the tensors that la was fitted on.*guarantee"):
+        la.conformal((x, y))

@@ -51,6 +51,8 @@ def refusals() -> dict[str, str]:
         "whole in a list": said(fit([*whole], group=world)),
         "another rank": said(fit(DataLoader(data, 8, sampler=other), group=world)),
         "own": said(fit(sharded, group=None)),
+        "calibrate": said(lambda: fit(sharded, group=None)().calibrate(sharded)),
+        "conformal": said(lambda: fit(sharded, group=None)().conformal(sharded)),
     }
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -72,6 +74,8 @@ def test_shards_without_a_group_are_refused_and_so_is_data_that_every_rank_reads
         assert "ranks 0 and 1 read the same 61 examples" in found["whole in a list"]
         assert re.search(r"ShardSampler is of rank . of 2; this is rank", found["another rank"])
         assert found["own"] == "nothing"
+        for name in ("calibrate", "conformal"):
+            assert f"la.{name} works on one process, and its DistributedSampler gives this rank a part" in found[name]
         assert "one of 2 processes" in found["plain"]
         assert found["alone"] == "31"
 
@@ -122,7 +126,8 @@ def test_a_shard_sampler_gives_every_example_once():
     before = [*one]
     one.set_epoch(1)
     assert [*one] != before
-    with pytest.raises(OptionError, match="init_process_group"):
-        ShardSampler(5)
+    assert [*ShardSampler(5)] == [0, 1, 2, 3, 4]  # without processes
+    with pytest.raises(OptionError, match="rank=3 and size=None: give both"):
+        ShardSampler(5, 3)
     with pytest.raises(OptionError, match="rank=3"):
         ShardSampler(5, 3, 2)

@@ -13,7 +13,8 @@ from laplace.conformal.calibrated import Conformal
 from laplace.conformal.examples import AnyPrediction, candidates, labelled, rows_of, targets_of
 from laplace.conformal.quantiles import checked_level
 from laplace.conformal.rules import IntervalRule, rule_of
-from laplace.errors import InputError, OptionError, UnsupportedError
+from laplace.distributed.groups import refuse_divided
+from laplace.errors import InputError, OptionError, UnsupportedError, warn
 from laplace.inference.source import Source
 from laplace.linalg.autocast import plainly
 from laplace.network.loaders import ArrayBatches
@@ -21,6 +22,7 @@ from laplace.predictive.links import Link
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.reshape import PredictionAtPositions
 from laplace.spec import refuse_unknown_keywords
+from laplace.tuning.unsuitable import overlap
 
 
 @refuse_unknown_keywords
@@ -87,9 +89,15 @@ def conformal(
             f"level={shown(level)} must be one number between 0 and 1. If these are the labels, write "
             "la.conformal((x, y))."
         )
+    refuse_divided(cal_loader, "la.conformal")
     generator = generator_or_none(generator)
     options = {"pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples}
     data = cal_loader if y is None else ArrayBatches(cal_loader, y)
+    if shared := overlap(getattr(source, "training_data", None), data):
+        warn(
+            f"cal_loader {shared}. The network knows these labels, so intervals and sets will be too small, and the "
+            "guarantee does not hold. Give data that was used neither for training nor for tuning."
+        )
     examples = labelled(source, data, options | {"generator": generator}, flag_or_none(progress_bar, "progress_bar"))
     given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
     return _calibrated(examples, level, method, class_conditional, given, generator, source, options)

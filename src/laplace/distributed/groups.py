@@ -43,6 +43,19 @@ def global_rank() -> int:
     return distributed.get_rank() if world_size() > 1 else 0
 
 
+def refuse_divided(loader: Any, call: str) -> None:
+    """Refuse data that is divided over several ranks, for a call that works on one process.
+
+    Raises:
+        OptionError: this rank would see a part of the data alone.
+    """
+    if world_size() > 1 and (what := divided_by(loader)) is not None:
+        raise OptionError(
+            f"{call} works on one process, and {what} gives this rank a part of the data, so that ranks would differ. "
+            "Let every rank read all of it: DataLoader(dataset, batch_size) without that sampler."
+        )
+
+
 def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
     """Return what the processes of `group` exchange. Refuse sharded data or networks if the user said nothing.
 

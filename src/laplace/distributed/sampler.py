@@ -22,14 +22,14 @@ class ShardSampler(Sampler[int]):
 
     Args:
         dataset: the data set, or the number of its examples.
-        rank: the number of this process. That in `group` if left out.
-        size: how many processes there are. That of `group` if left out.
+        rank: the number of this process. That in `group` if left out; 0 without torch.distributed.
+        size: how many processes there are. That of `group` if left out; 1 without torch.distributed.
         shuffle: whether to deal out a random order, the same on all ranks.
         seed: of that order, together with the epoch.
         group: the process group; torch.distributed's default group if left out.
 
     Raises:
-        OptionError: a value is outside its range, or there is no process group and no `rank` and `size`.
+        OptionError: a value is outside its range, or only one of `rank` and `size` is given.
     """
 
     def __init__(
@@ -42,14 +42,12 @@ class ShardSampler(Sampler[int]):
         seed: int = 0,
         group: distributed.ProcessGroup | None = None,
     ) -> None:
-        if (rank is None or size is None) and not (distributed.is_available() and distributed.is_initialized()):
-            raise OptionError(
-                "ShardSampler needs a process group. Call torch.distributed.init_process_group() first, or write "
-                "the number of this process and how many there are, for a single one ShardSampler(dataset, rank=0, "
-                "size=1)."
-            )
-        self.size = distributed.get_world_size(group) if size is None else whole_number(size, "size")
-        self.rank = distributed.get_rank(group) if rank is None else whole_number(rank, "rank", 0, self.size - 1)
+        if (rank is None) != (size is None):
+            raise OptionError(f"rank={rank} and size={size}: give both, or leave both out.")
+        started = distributed.is_available() and distributed.is_initialized()
+        found = (distributed.get_rank(group), distributed.get_world_size(group)) if started else (0, 1)
+        self.size = found[1] if size is None else whole_number(size, "size")
+        self.rank = found[0] if rank is None else whole_number(rank, "rank", 0, self.size - 1)
         self.examples = whole_number(dataset, "dataset", 0) if isinstance(dataset, int) else len(dataset)
         self.shuffle, self.seed, self.epoch = flag(shuffle, "shuffle"), whole_number(seed, "seed", 0, LARGEST), 0
 

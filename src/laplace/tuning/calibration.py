@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, flag, flag_or_none, shown, unchanged
+from laplace.distributed.groups import refuse_divided
 from laplace.errors import LaplaceError, OptionError, UnsupportedError, warn
 from laplace.evaluation.calibration import binned
 from laplace.inference.linearised import through_link
@@ -98,6 +99,7 @@ def calibrate(
         flag(hyperprior, "hyperprior"),
         flag_or_none(progress_bar, "progress_bar"),
     )
+    refuse_divided(val_loader, "la.calibrate")
     posterior, how = la.posterior.detached(), _how(la, link_approx, ood_loader, ood_weight)
     if not isinstance(posterior.prior, GaussianPrior):
         raise UnsupportedError(

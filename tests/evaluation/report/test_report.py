@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from torch import nn
 import laplace
 from laplace import Laplace, Ordinal, from_log_prob
 from laplace import evaluation as metrics
-from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import ArgumentError, InputError, NotFittedError, OptionError, UnsupportedError
 from laplace.evaluation import Report, Thresholds
+from laplace.evaluation.report.answers import Answers
+from laplace.evaluation.report.comparing import against, selective
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED
+from laplace.evaluation.report.resampling import Estimate
 from laplace.rivals import Ensemble
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -285,6 +289,55 @@ def test_a_worse_posterior_is_called_worse():
     assert "worse" in about(report, f"against {NETWORK}").text
 
 
+def compared(value: float, low: float, high: float):
+    """Return what is said of a gain over the scaled network."""
+    case = given("classes")
+    gains = {SCALED: {"nll": Estimate(value, low, high)}}
+    stand_in = SimpleNamespace(
+        la=case.la, measured=SimpleNamespace(gains=gains), thresholds=Thresholds(), validated=True
+    )
+    (verdict,) = against(stand_in)
+    return verdict
+
+
+def test_the_interval_of_a_difference_is_that_of_its_sentence():
+    assert (
+        "It is worse by 0.013 nats per example (95 % interval -0.007 to +0.033)"
+        in compared(-0.013, -0.033, 0.007).detail
+    )
+    assert (
+        "It is better by 0.013 nats per example (95 % interval -0.007 to +0.033)"
+        in compared(0.013, -0.007, 0.033).detail
+    )
+    assert "By 0.020 nats per example (95 % interval 0.007 to 0.033)" in compared(-0.02, -0.033, -0.007).detail
+    assert "By 0.020 nats per example (95 % interval 0.007 to 0.033)" in compared(0.02, 0.007, 0.033).detail
+
+
+def test_a_small_difference_is_named_as_what_it_is():
+    assert compared(-0.004, -0.006, -0.002).text == "Laplace is within 0.005 nats of temperature scaling."
+    assert "worse than temperature scaling cannot be told" in compared(-0.013, -0.033, 0.007).text
+    assert "better than temperature scaling cannot be told" in compared(0.013, -0.007, 0.033).text
+
+
+@pytest.mark.parametrize(("sign", "words"), [(1, "lowers the error from"), (0, "hardly"), (-1, "does not lower")])
+def test_what_handing_over_brings_is_said_as_it_is(sign, words):
+    total, wrong = np.linspace(0, 1, 100), np.zeros(100)
+    wrong[{1: slice(80, 100), 0: slice(0, 100, 2), -1: slice(0, 40)}[sign]] = 1
+    wrong[-1] = max(wrong[-1], sign == 0)  # a little more among those that are handed over
+    columns = {"total": total, "error": wrong}
+    case = SimpleNamespace(answers=Answers("classes", columns), test=SimpleNamespace(n=100))
+    (verdict,) = selective(case)
+    assert words in verdict.text
+
+
+def test_a_calibrated_posterior_is_not_told_to_calibrate():
+    la, test = classifier(3.0)
+    la.softmax_temperature = 1.2
+    report = laplace.report(la, test, out=None, n_bootstrap=40)
+    assert about(report, "calibration").code == "la.conformal(cal_loader, level=0.9)"
+    assert "la.calibrate" not in repr(report)
+
+
 def test_a_stale_posterior_is_noticed():
     case = given("classes")
     model = copy.deepcopy(case.la.model)
@@ -396,6 +449,63 @@ def test_what_cannot_be_used_is_left_out_with_the_reason():
     assert data["shifts"][1]["scores"][LAPLACE]["nll"] == pytest.approx(report.score(LAPLACE, "nll"))
     for reason in ("another shape is left out", "No scaled network", "Training data is left out"):
         assert reason in report.html
+    written = " ".join(str(report).split())
+    for name in ("empty", "another shape", "nan", "short", "The training data"):
+        assert f"{name} is left out: " in written
+    assert "far is left out" not in written
+
+
+def test_a_part_of_the_training_data_is_called_a_part():
+    case = given("classes")
+    train = list(zip(*(part.split(50) for part in case.train[0]), strict=True))
+    report = made(train_loader=train)
+    assert "training data, the first 200 of 300 examples" in report.html
+    assert "200 of 300 examples are scored: about as many as there are test examples" in report.html
+    assert "1. training data" not in report.html
+    whole = made(train_loader=case.train, shifts={"bad": [(case.x[:, :2], case.y)], "fine": [(case.x, case.y)]})
+    assert "1. training data, 300 examples" in whole.html
+    assert ">bad</th>" in whole.html
+    assert "2. fine" in whole.html  # the second point of the figure
+    assert "are scored" not in whole.html
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "count"), [("classes", "class", 3), ("labels", "label", 3), ("regression", "output", 2)]
+)
+def test_class_names_are_as_many_as_there_are_classes(kind, what, count):
+    for wrong in (count - 1, count + 1):
+        with pytest.raises(OptionError, match=rf"one name for each {what} .*{wrong} names.* of {count}\."):
+            made(kind, class_names=list("abcde")[:wrong])
+    made(kind, class_names=list("abcde")[:count])
+
+
+def test_what_is_no_posterior_is_refused_with_what_to_write():
+    case = given("classes")
+    for wrong in (case.la.model, [case.la], "la", None):
+        with pytest.raises(OptionError, match=rf"fitted Laplace first, and got a {type(wrong).__name__}\. Write la ="):
+            laplace.report(wrong, case.test, out=None)
+    with pytest.raises(OptionError, match=r"got a Ensemble\. It goes beside one: sources="):
+        laplace.report(Ensemble([case.la.model] * 2, "classification"), case.test, out=None)
+
+
+def test_inputs_and_labels_are_given_as_one_tuple():
+    case = given("classes")
+    for x, y in ((case.x, case.y), (case.x.numpy(), case.y.numpy())):
+        for given_so in ((x,), (x, y)):
+            with pytest.raises(OptionError, match=r"as one tuple: laplace\.report\(la, \(x, y\)\)"):
+                laplace.report(case.la, *given_so, out=None)
+
+
+def test_unknown_options_are_refused_by_the_name_of_the_function():
+    case = given("classes")
+    with pytest.raises(
+        ArgumentError, match=r"^laplace\.report has no option 'ood_loader'\. Write ood=\{\"name\": loader\}"
+    ):
+        made(ood_loader=case.outside)
+    with pytest.raises(ArgumentError, match=r"^laplace\.report has no option 'tite'\. Did you mean 'title'"):
+        made(tite="x")
+    with pytest.raises(ArgumentError, match=r"Write laplace\.report\(la, test_loader\)"):
+        laplace.report(case.la)
 
 
 def test_a_likelihood_of_ones_own_has_its_log_probability():

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from torch import Tensor
+
 from laplace.checks import flag_or_none, shown, whole_number
 from laplace.errors import OptionError, UnsupportedError
 from laplace.evaluation.report.making import Maker, plain
@@ -16,12 +18,18 @@ from laplace.evaluation.report.shelves import Show
 from laplace.evaluation.report.verdicts import Thresholds
 from laplace.inference.source import Source
 from laplace.linalg.autocast import plainly
-from laplace.spec import refuse_unknown_keywords
+from laplace.network.arrays import is_array
+from laplace.spec import refuse_unknown_keywords_of
 
 FORMAT: Final = 1  # of the JSON
+_INSTEAD: Final = {
+    **dict.fromkeys(("ood_loader", "ood_loaders", "ood_data"), 'ood={"name": loader}'),
+    **dict.fromkeys(("shift", "shift_loader", "shift_loaders"), 'shifts={"name": loader}'),
+    **dict.fromkeys(("y", "x"), "laplace.report(la, (x, y))"),
+}  # what to write for options that are easily guessed
 
 
-@refuse_unknown_keywords
+@refuse_unknown_keywords_of("laplace.report", _INSTEAD)
 @plainly
 def report(
     la: Reported,
@@ -79,6 +87,8 @@ def report(
         InputError: the test data is empty, or does not fit.
         UnsupportedError: preferences between pairs have no report.
     """
+    _require_posterior(la)
+    _require_labels(test_loader)
     posterior = la.posterior.detached()
     if la.likelihood.pairs:
         raise UnsupportedError("a report is for single inputs, not for preferences between pairs.")
@@ -92,7 +102,7 @@ def report(
         raise OptionError(f"title={shown(title)} must be a string.")
     maker = Maker(la, others, limits, n_bootstrap, seed, flag_or_none(progress_bar, "progress_bar"))
     changed = la.runner.changed(posterior.fit.mean, thoroughly=True)
-    data = maker.made(test_loader, ood, val_loader, train_loader, shifts, show)
+    data = maker.made(test_loader, ood, val_loader, train_loader, shifts, show, names[0])
     data = {"format": FORMAT, "title": title} | maker.judged(data, changed)
     data |= {"class_names": names[0], "feature_names": names[1]}
     data = plain(data)
@@ -100,6 +110,26 @@ def report(
     if path is not None:
         found.save(path)
     return found
+
+
+def _require_posterior(la: Any) -> None:
+    if hasattr(la, "runner") and hasattr(type(la), "posterior"):
+        return
+    other = (
+        ' It goes beside one: sources={"name": ...}.' if hasattr(la, "outputs") and hasattr(la, "likelihood") else ""
+    )
+    raise OptionError(
+        f"laplace.report takes a fitted Laplace first, and got a {type(la).__name__}.{other} Write "
+        "la = Laplace(model, ...).fit(train_loader), then laplace.report(la, test_loader)."
+    )
+
+
+def _require_labels(test: Any) -> None:
+    if isinstance(test, Tensor) or is_array(test):
+        raise OptionError(
+            f"test_loader is a {type(test).__name__}, and the labels are needed, too. Write whole data as one tuple: "
+            "laplace.report(la, (x, y))."
+        )
 
 
 def _thresholds(value: Any) -> Thresholds:

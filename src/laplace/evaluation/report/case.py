@@ -54,9 +54,13 @@ class Case:
 
 def calibrate(case: Case) -> tuple[str, str]:
     """Return what to do about predictions that do not fit, and what to write."""
-    if case.validated or case.la.softmax_temperature == 1:
+    if case.la.softmax_temperature == 1:
         return "Calibrate on validation data.", CALIBRATE
-    return "Calibrate on validation data that is like the test data.", CALIBRATE
+    return (
+        "It has a softmax temperature already: take more validation data that is like the test data, or guarantee "
+        "the coverage with conformal prediction.",
+        f"la.conformal(cal_loader, level={case.thresholds.level:g})",
+    )
 
 
 def share(value: float) -> str:

@@ -34,9 +34,9 @@ def against(case: Case) -> Iterator[Verdict]:
         if method not in case.measured.gains:
             continue
         gain = case.measured.gains[method]["nll"]
-        better = "better" if gain.value > 0 else "worse"
-        ends = sorted([gain.low, gain.high], key=abs)
-        written = [f"{abs(end):.3f}" if gain.excludes(0) else f"{end:+.3f}" for end in ends]
+        better, sign = ("better", 1) if gain.value > 0 else ("worse", -1)
+        ends = sorted([sign * gain.low, sign * gain.high])  # of what the sentence tells: how much better, or worse
+        written = [f"{end:.3f}" if ends[0] > 0 else f"{end:+.3f}" for end in ends]
         size = f"{abs(gain.value):.3f} nats per example (95 % interval {' to '.join(written)})."
         if gain.value < -worse and gain.high < 0:
             yield Verdict(
@@ -49,10 +49,12 @@ def against(case: Case) -> Iterator[Verdict]:
         elif gain.value > worse and gain.low > 0:
             yield Verdict("good", f"against {method}", f"Laplace predicts better than {called[method]}.", f"By {size}")
         else:
+            within = f"Laplace is within {worse:g} nats of {called[method]}."
+            unclear = f"Whether Laplace predicts {better} than {called[method]} cannot be told from this data."
             yield Verdict(
                 "good" if method == NETWORK else "note",
                 f"against {method}",
-                f"Laplace predicts as well as {called[method]}.",
+                within if abs(gain.value) <= worse else unclear,
                 f"It is {better} by {size}",
             )
 
@@ -116,10 +118,11 @@ def selective(case: Case) -> Iterator[Verdict]:
             "See the risk-coverage curve.",
         )
     elif before > 0:
+        lowers = "hardly lowers" if after < before else "does not lower"
         yield Verdict(
             "note",
             "selective",
-            f"{refer} hardly lowers the {what} ({ends[0]} to {ends[1]}).",
+            f"{refer} {lowers} the {what} ({ends[0]} to {ends[1]}).",
             "The uncertainty says little about where the errors are.",
         )
 

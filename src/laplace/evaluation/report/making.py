@@ -63,13 +63,21 @@ class Maker:
         self.validated = False
 
     def made(
-        self, test: Any, ood: dict[str, Any], val: Any, train: Any, shifts: dict[str, Any], show: Show | None
+        self,
+        test: Any,
+        ood: dict[str, Any],
+        val: Any,
+        train: Any,
+        shifts: dict[str, Any],
+        show: Show | None,
+        names: list[str] | None,
     ) -> dict[str, Any]:
         """Return all sections but the verdicts."""
         self._rescale(val)
         kinds = Shelves(SHELVES[_kind(self.la)], show)
         self.test = self._reader().read(test, "test", kinds)
         self._require_same_kind()
+        self._require_a_name_each(names)
         self.identities = {"test": self.test.identity} | self.identities
         self.watch.lap("test data")
         self.measured = measure(self.test, self.limits.level, self.n_bootstrap, self.seed)
@@ -153,6 +161,16 @@ class Maker:
                     f"sources: {name!r} predicts {answers.kind} at {len(answers)} rows, and the posterior "
                     f"{self.test.kind} at {len(self.test.examples)}. Only predictions of the same labels are compared."
                 )
+
+    def _require_a_name_each(self, names: list[str] | None) -> None:
+        columns = self.test.answers[LAPLACE].columns
+        column = columns.get("p", columns.get("mean"))
+        if names is not None and column is not None and len(names) != column.shape[-1]:
+            what = {"classes": "class", "labels": "label"}.get(self.test.kind, "output")
+            raise OptionError(
+                f"class_names: one name for each {what} is needed, in order. There are {len(names)} names, and "
+                f"the network's predictions are of {column.shape[-1]}."
+            )
 
     def _methods(self) -> list[dict[str, str]]:
         about = {NETWORK: "the trained network alone, without a posterior"}
@@ -261,7 +279,8 @@ class Maker:
         self.identities["training"] = identity
         if identity.rows and self.test.identity.rows:
             self.in_common = self.test.identity.in_common(identity)
-        yield self._shift_row(f"training data, {reading.n:,} examples", reading)
+        part = f"the first {reading.n:,} of {identity.n:,}" if reading.n < identity.n else f"{reading.n:,}"
+        yield self._shift_row(f"training data, {part} examples", reading) | {"of": identity.n}
 
     def _placed(self, reading: Reading) -> dict[str, list[dict[str, Any]]]:
         mine = reading.answers[LAPLACE]

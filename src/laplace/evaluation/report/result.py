@@ -78,7 +78,16 @@ class Report:
             text = verdict.text if not verdict.code else f"{verdict.text} Write {verdict.code.splitlines()[0]}"
             first, *rest = wrap(text, _WIDTH - 5, break_long_words=False)
             lines += [f"{_MARKS[verdict.grade]} {first}", *(f"     {line}" for line in rest)]
+        for name, why in self._left_out().items():
+            lines += wrap(f"{name} is left out: {why}", _WIDTH, subsequent_indent="     ", break_long_words=False)
         return "\n".join([*lines, "", *self._table()])
+
+    def _left_out(self) -> dict[str, str]:
+        """Return the data that was given and could not be used, with the reason."""
+        found = dict(self.data["outside"]["missing"])
+        found |= {row["name"]: row["missing"] for row in self.data["shifts"] if "missing" in row}
+        training = self.data["missing"].get("training")
+        return found | ({"The training data": training} if training else {})
 
     def _table(self) -> list[str]:
         names, info = list(self.data["scores"]), self.data["score_info"]

@@ -111,9 +111,11 @@ def shifts(data: dict[str, Any]) -> str:
     if not rows:
         return training
     keys, names = [key for key in _SHIFTED if key in info], list(data["scores"])
-    lines = []
+    figure, lines, drawn_rows = shift_figure(data), [], 0
     for i, row in enumerate(rows):
-        called = f"{i + 1}. {escape(row['name'])}"
+        drawn_rows += "scores" in row
+        at = f"{drawn_rows}. " if figure and "scores" in row else ""  # the number that the figure has
+        called = f"{at}{escape(row['name'])}"
         if "missing" in row:
             span = len(keys) + 1
             lines.append(
@@ -124,7 +126,17 @@ def shifts(data: dict[str, Any]) -> str:
             cells = "".join(number(data, ["shifts", i, "scores", name, key], info[key]["share"]) for key in keys)
             first = called if name == names[0] else ""
             lines.append(f'<tr><th scope="row">{first}</th><td class="l">{escape(name)}</td>{cells}</tr>')
-    figure = shift_figure(data)
     drawn = f'<div class="figures">{framed(figure)}</div>' if figure else ""
     head = ["data", "method", *(info[key]["label"] for key in keys)]
-    return f"{table(head, lines, 'shift-table', left=2)}{drawn}{training}"
+    return f"{table(head, lines, 'shift-table', left=2)}{_part_of(rows[0])}{drawn}{training}"
+
+
+def _part_of(row: dict[str, Any]) -> str:
+    """Return why only a part of the training data is scored; nothing if it is all."""
+    if row.get("of", 0) <= row.get("examples", 0):
+        return ""
+    return (
+        f'<p class="small">Of the training data, {row["examples"]:,} of {row["of"]:,} examples are scored: about as '
+        "many as there are test examples, and about 5,000 at most. Whether test examples are among them was looked up "
+        "in all.</p>"
+    )
