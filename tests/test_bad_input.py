@@ -89,7 +89,7 @@ def test_wrong_regression_labels_are_named_with_their_batch(y, says):
 def test_non_finite_outputs_are_named_with_their_batch_and_example(la, bad):
     x = X.clone()
     x[3] = bad
-    with pytest.raises(InputError, match=r"batch 1: .*NaN or infinite values for 1 examples, the first is number 1"):
+    with pytest.raises(InputError, match=r"batch 1: .*NaN or infinite values for 1 example, the first is number 1"):
         la.fit(cut(x, Y, 2))
     with pytest.raises(InputError, match="NaN or infinite"):
         la(x)

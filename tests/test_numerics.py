@@ -253,7 +253,7 @@ def test_an_input_that_is_no_number_is_named(asked, subset, bad):
     la = Laplace(nn.Sequential(nn.Linear(4, 3)), "classification", subset).fit([(X, Y)])
     x = X.clone()
     x[4, 1] = bad
-    with pytest.raises(InputError, match="NaN or infinite values for 1 examples, the first is number 4"):
+    with pytest.raises(InputError, match="NaN or infinite values for 1 example, the first is number 4"):
         ASKED[asked](la, x)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from laplace import Laplace
-from laplace.errors import NotFittedError, OptionError
+from laplace.errors import NotFittedError, OptionError, UnknownAttributeError
 from laplace.inference import values as held
 from laplace.structures import STRUCTURES
 from networks import cut
@@ -124,3 +126,29 @@ def test_an_evidence_that_fails_leaves_every_value_as_it_was(monkeypatch):
 
 def interrupted(la):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("prior_precison", "prior_precision"), ("prior_prec", "prior_precision"), ("sigma", "sigma_noise")],
+)
+def test_a_misspelt_hyperparameter_is_refused(name, meant):
+    model, _, _, _ = build("residual", "regression")
+    la = Laplace(model, "regression")
+    for kind in (UnknownAttributeError, AttributeError, OptionError):
+        with pytest.raises(kind, match=f"no attribute '{name}'. Did you mean '{meant}'?"):
+            setattr(la, name, 10.0)
+    assert not hasattr(la, name)
+
+
+def test_attributes_of_ones_own_are_kept():
+    class Own(Laplace):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.history = []
+
+    model, _, _, _ = build("residual", "regression")
+    la = Own(model, "regression")
+    la.run_name, la._private = "first", 1
+    assert (la.history, la.run_name, la._private) == ([], "first", 1)
+    assert copy.deepcopy(la).run_name == "first"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceError, LaplaceWarning, ModelError, NumericalError, OptionError
@@ -16,6 +16,7 @@ from laplace.likelihoods import Categorical
 from laplace.predictive import Link
 from laplace.predictive.queries import Covariances
 from laplace.priors import from_log_density
+from laplace.rivals import SWAG, Ensemble, MCDropout
 from laplace.structures import BlockDiagonal, DenseBlock, DiagBlock
 from laplace.tuning import Method
 
@@ -60,6 +61,23 @@ class Takes(nn.Module):
             lambda la: Laplace.load("file", network(), likelihod="x"),
             r"^Laplace.load has .*mean 'likelihood'",
         ),
+        (lambda la: la.calibrate([(X, Y)], rul="best"), r"^Laplace.calibrate has no option 'rul'. Did you mean 'rule'"),
+        (lambda la: la.calibrate(X, Y), r"write la.calibrate\(\(x, y\)\)"),
+        (lambda la: la.conformal(X, Y), r"must be one number.*write la.conformal\(\(x, y\)\)"),
+        (lambda la: la.conformal(X, Y.numpy()), r"write la.conformal\(\(x, y\)\)"),
+        (lambda la: la.conformal(X, Y.tolist()), r"write la.conformal\(\(x, y\)\)"),
+        (lambda la: la.tune(val_loader=[(X, Y)]), r"Write la.calibrate\(val_loader\), or la.tune\(method='validation'"),
+        (lambda la: Laplace(network(), "classification", "all", "kfac"), r"Did you mean 'kron'\?"),
+        (lambda la: Laplace(network(), "classification", "all", "KFAC"), r"Did you mean 'kron'\?"),
+        (lambda la: Laplace(network(), "classification", "all", "diagonal"), r"Did you mean 'diag'\?"),
+        (lambda la: Laplace(network(), "classification", "all", "low_rank"), r"Did you mean 'lowrank'\?"),
+        (
+            lambda la: Ensemble([network()]),
+            r"^Ensemble: missing .*'likelihood'. Write Ensemble\(models, likelihood\)",
+        ),  # type: ignore
+        (lambda la: Ensemble([network()], "classification", weigths=[1]), r"^Ensemble has .*mean 'weights'"),  # type: ignore
+        (lambda la: SWAG(network()), r"^SWAG: missing .*Write SWAG\(model, likelihood\)"),  # type: ignore
+        (lambda la: MCDropout(network(), "classification", n_sample=3), r"^MCDropout has .*mean 'n_samples'"),  # type: ignore
         (lambda la: la.optimize_prior_precision(metod="CV"), r"Did you mean 'method'"),
         (lambda la: Laplace(network()), r"^Laplace: missing a required argument: 'likelihood'.*Laplace\(model, like"),  # type: ignore
         (lambda la: la.tune("prior_prec"), r"Did you mean 'prior_precision'"),
@@ -84,6 +102,32 @@ def test_keywords_of_the_network_still_reach_it():
         la.predict(X, n_sample=10)
     with pytest.raises(LaplaceError, match="no option 'zzz'"):
         la.predict(X, zzz=10)
+
+
+def test_a_loader_that_shuffles_is_told_once():
+    data = TensorDataset(X, Y)
+    for loader in (
+        DataLoader(data, 8, shuffle=True),
+        DataLoader(data, 8, sampler=SubsetRandomSampler(range(20))),
+        DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 8, drop_last=False)),
+    ):
+        la = Laplace(network(), "classification").fit(loader)
+        with pytest.warns(LaplaceWarning, match=r"random order.*shuffle=False") as seen:
+            _ = la.predict(loader), la.predict(loader)
+        assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Laplace(network(), "classification").fit(loader).predict(DataLoader(data, 8))
+
+
+def test_weights_that_are_nan_are_named():
+    model = network()
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"first 5 examples: the network's outputs hold NaN.*weights 0.weight: "):
+        Laplace(model, "classification").fit([(X, Y)])
+    with pytest.raises(InputError, match=r"for 1 example, the first is number 1 of the batch\.$"):
+        Laplace(network(), "classification").fit([(X.index_fill(0, torch.tensor([1]), torch.nan), Y)])
 
 
 class Segmenter(nn.Module):
@@ -189,6 +233,8 @@ def test_a_priors_own_hyperparameters_are_named_in_the_warning():
 def test_summaries_count_one_output_and_leave_out_a_noise_that_there_is_not(la):
     one = Laplace(nn.Linear(3, 1), "regression").fit([(X, X[:, :1])])
     assert ", 1 output, " in repr(one)
+    assert "on 1 example, " in repr(Laplace(nn.Linear(3, 1), "regression").fit([(X[:1], X[:1, :1])]))
+    assert repr(one.predict(X[:1])).startswith("Prediction(1 input, 1 output, ")
     two = Laplace(nn.Linear(3, 2), "regression", sigma_noise=torch.tensor([0.1, 0.5]))
     assert "noise [0.1, 0.5]" in repr(two)
     assert "sigma_noise" not in repr(la.tune())

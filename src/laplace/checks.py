@@ -18,6 +18,17 @@ from laplace.errors import OptionError
 
 MANY: Final = 2**31 - 1  # upper limit for anything that is drawn, run or stored
 LARGEST: Final = 2**63 - 1  # upper limit for counters and seeds
+_SYNONYMS: Final = {  # what others call our options
+    "kfac": "kron",
+    "k_fac": "kron",
+    "kronecker": "kron",
+    "diagonal": "diag",
+    "low_rank": "lowrank",
+    "block_diagonal": "block",
+    "blockdiag": "block",
+    "gauss_newton": "ggn",
+    "empirical_fisher": "ef",
+}
 
 
 def choice(value: object, valid: Iterable[str], what: str, objects: str = "") -> str:
@@ -33,11 +44,15 @@ def choice(value: object, valid: Iterable[str], what: str, objects: str = "") ->
     raise OptionError(f"{what}={shown(value)} is not an option.{did_you_mean(word, valid)} Valid: {listed}.")
 
 
-def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Return ' Did you mean ...?' with the nearest valid word, or '' if none is near."""
+def did_you_mean(word: str, valid: Iterable[str], likeness: float = 0.6) -> str:
+    """Return ' Did you mean ...?' with the nearest valid word, or '' if none is near.
+
+    `likeness` is how near a word must be, from 0 to 1, which is the same word.
+    """
     valid = list(valid)
+    same = [option for option in valid if option == _SYNONYMS.get(word.lower().replace("-", "_"))]
     longer = [option for option in valid if option.startswith(f"{word}_")] if word else []
-    near = longer or get_close_matches(word, valid, 1, 0.6)
+    near = same or longer or get_close_matches(word, valid, 1, likeness)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -78,6 +93,11 @@ def path_of(value: Any, what: str) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise OptionError(f"{what}={shown(value)} must name a file, as in {what}='a.safetensors'.")
     return Path(text)
+
+
+def how_many(n: int, what: str) -> str:
+    """Return '1 example', '2 examples'."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def shown(value: object) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "ProcessesWarning",
     "RankError",
     "StaleWarning",
+    "UnknownAttributeError",
     "UnknownNameError",
     "UnsupportedError",
 ]
@@ -47,6 +48,10 @@ class UnknownNameError(OptionError, KeyError):
     """A module or parameter that an option names is not in the network."""
 
     __str__ = Exception.__str__  # KeyError's own would quote the message
+
+
+class UnknownAttributeError(OptionError, AttributeError):
+    """An attribute that is set does not exist, and one with nearly the same name does."""
 
 
 class InputError(LaplaceError, ValueError):

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from laplace.checkpoints import posteriors as files
 from laplace.checkpoints import state as states
 from laplace.checkpoints.progress import progress_of
-from laplace.checks import flag, flag_or_none
+from laplace.checks import did_you_mean, flag, flag_or_none
 from laplace.conformal import calls as conformalising
 from laplace.curvature import Estimator
 from laplace.distributed import OWN, Group, reduce_over
-from laplace.errors import OptionError
+from laplace.errors import OptionError, UnknownAttributeError
 from laplace.inference import continual, inspection, options
 from laplace.inference import predict as predicting
 from laplace.inference import values as holding
@@ -399,6 +399,16 @@ class Laplace:
     def __repr__(self) -> str:
         return summary(self)
 
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuse a misspelt hyperparameter, which would be kept and change nothing."""
+            known = name in self.__dict__ or name in FURTHER or hasattr(type(self), name)
+            made = "values" in self.__dict__  # the constructor may set what it likes
+            if not known and made and not name.startswith("_") and (hint := did_you_mean(name, _SET, 0.8)):
+                raise UnknownAttributeError(f"a Laplace object has no attribute {name!r}.{hint}")
+            object.__setattr__(self, name, value)
+
     def __getattr__(self, name: str) -> Any:
         """Look up a name that is not here among the further ones; what a property raised is raised again."""
         if hasattr(type(self), name):
@@ -410,3 +420,6 @@ class Laplace:
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and copies take over: a copy learns about its network by itself."""
         return self.__dict__ | {"runner": copy.copy(self.runner), "values": self.values.copied()}
+
+
+_SET = [name for name, kind in vars(Laplace).items() if isinstance(kind, property) and kind.fset is not None]

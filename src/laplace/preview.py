@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from laplace.backprop.network import Network, NetworkMoments
 from laplace.budget import in_bytes
-from laplace.checks import LARGEST, choice, whole_number
+from laplace.checks import LARGEST, choice, how_many, whole_number
 from laplace.curvature import Estimator
 from laplace.errors import InputError, LaplaceError
 from laplace.inference.targets import counted
@@ -267,8 +267,9 @@ def _previewed(
         total = ((runs * once + back * sent) / n + 2 * each) / ranks + once_per_fit
         found.append(Option(name, needed, total / max(1.0, epoch), runner.spec.budget.has(needed, f.device)))
     title = (
-        f"{type(la.model).__name__}: {layout.n_params:,} uncertain weights in {len(layout.names)} tensors, "
-        f"{f.shape[1]} outputs;\ncurvature {estimator.name!r}, {len(vectors)} vectors per example; {n_data:,} examples"
+        f"{type(la.model).__name__}: {how_many(layout.n_params, 'uncertain weight')} in "
+        f"{how_many(len(layout.names), 'tensor')}, {how_many(f.shape[1], 'output')};\n"
+        f"curvature {estimator.name!r}, {how_many(len(vectors), 'vector')} per example; {how_many(n_data, 'example')}"
         + (" (assumed; see n_data=)" if assumed else "")
         + (
             ""

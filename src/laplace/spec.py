@@ -340,13 +340,14 @@ def _checked(function: Callable[P, R], call: _Call) -> Callable[P, R]:
     return checked
 
 
-def checked_before(function: Callable[..., None]) -> Callable[..., Any]:
+def checked_before(function: Callable[..., None], owner: str = "") -> Callable[..., Any]:
     """Return a `__new__` that refuses the same for `__init__`, which stays the function that was written.
 
     So libraries that read the names of its arguments find them. Copies and pickles, which call it without arguments,
-    are made without a check.
+    are made without a check. `owner` is the class in messages, where that of the function is a base class.
     """
     call = _Call(function)
+    call.owner = owner or call.owner
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
         if (args or kwargs) and cls.__init__ is function:
@@ -385,6 +386,8 @@ class _Call:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             write = f"Write {self.owner}({', '.join(self.needed)}); see help({self.owner})."
+            if "too many positional" in str(error) and self.needed[:1] == ["val_loader"]:
+                write = f"For inputs and labels write la.{self.owner.rpartition('.')[2]}((x, y)). {write}"
             raise ArgumentError(f"{self.owner}: {error}. {write}") from None
 
     def strange(self, kwargs: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from mapie.classification import SplitConformalClassifier
 from mapie.regression import SplitConformalRegressor
+from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
@@ -241,3 +242,10 @@ def test_batches_of_one_example_are_trained_on():
     y = (x[:, 0] > 0).astype(int)
     trained = LaplaceClassifier(hidden_sizes=(4,), max_epochs=40, batch_size=1, random_state=0).fit(x, y)
     assert trained.score(x, y) > 0.9
+
+
+@pytest.mark.parametrize("kind", [LaplaceClassifier, LaplaceRegressor])
+def test_a_misspelt_option_is_refused_by_the_public_name(kind):
+    with pytest.raises(OptionError, match=rf"^{kind.__name__} has no option 'max_epoch'. Did you mean 'max_epochs'\?$"):
+        kind(max_epoch=3)
+    assert clone(kind(max_epochs=3)).max_epochs == 3

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.checks import flag, flag_or_none, generator_or_none
+from laplace.checks import flag, flag_or_none, generator_or_none, shown
 from laplace.conformal.calibrated import Conformal
 from laplace.conformal.examples import AnyPrediction, candidates, labelled, rows_of, targets_of
 from laplace.conformal.quantiles import checked_level
@@ -83,6 +83,11 @@ def conformal(
         raise UnsupportedError(
             f"{likelihood.name!r} does not predict y at new inputs, so there is nothing to calibrate. Take "
             "'regression', 'heteroscedastic', 'classification', 'binary', 'multilabel' or 'poisson'."
+        )
+    if getattr(level, "shape", ()) or isinstance(level, (list, tuple)):
+        raise OptionError(
+            f"level={shown(level)} must be one number between 0 and 1. If these are the labels, write "
+            "la.conformal((x, y))."
         )
     refuse_divided(cal_loader, "la.conformal")
     generator = generator_or_none(generator)

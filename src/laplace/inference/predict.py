@@ -23,6 +23,7 @@ from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outp
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, normals
 from laplace.network.batches import Inputs, given_by_name, prediction_batches
+from laplace.network.datasets import is_shuffled
 from laplace.predictive.links import Link
 from laplace.predictive.mixtures import Outputs, averaged, joined
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
@@ -181,6 +182,12 @@ def predict(
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
     with reduce.session(), torch.set_grad_enabled(frame.enable_backprop):
         shard = Shard(x) if reduce.size == 1 else shard_of(x, reduce)
+        if reduce.size == 1 and is_shuffled(x):
+            source.warn_once(
+                "shuffled",
+                "the loader shuffles, so the rows of the prediction are in a random order, not that of the dataset. "
+                "Write DataLoader(..., shuffle=False).",
+            )
         if reduce.size > 1:
             draws = same_draws(draws, reduce)
             state = None if draws.generator is None else draws.generator.get_state()

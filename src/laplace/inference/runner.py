@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from laplace.backprop import Forward, Head, Network, Plan
 from laplace.backprop.audit import EXAMPLES
+from laplace.checks import all_finite, how_many
 from laplace.curvature import GGN, Estimator, Sketch
 from laplace.distributed.groups import world_size
 from laplace.errors import (
@@ -111,6 +112,11 @@ class Runner:
             return Selection(weights.layout)  # the score of an example is one vector over all its positions
         return weights
 
+    def _damaged(self) -> str:
+        """Return a sentence about weights that are NaN or infinite, if there are any."""
+        bad = [name for name, p in self.model.named_parameters() if not all_finite(p.detach())]
+        return f" So do the weights {', '.join(bad[:3])}: training has diverged, or a file is damaged." if bad else ""
+
     def require_steady(self, inputs: Inputs, linear: bool) -> None:
         """Refuse a network whose outputs are random, or depend on other examples in the batch.
 
@@ -119,8 +125,9 @@ class Runner:
         few = inputs.part(0, EXAMPLES)
         fewer = few.part(0, 2) if linear and (few.size or 0) > 2 else few
         f, again = self.outputs(few), self.outputs(fewer)
-        if f.dim() == 2:  # at positions, some outputs may not count
-            check_finite(f, "the network's outputs hold")
+        if f.dim() == 2 and not all_finite(f):  # at positions, some outputs may not count
+            seen = f"looking at the first {how_many(len(f), 'example')}: "
+            check_finite(f, f"{seen}the network's outputs hold", why=self._damaged())
         if not f.dim() or not again.dim() or _alike(f[: len(again)], again):
             return
         if fewer is not few and _alike(f, self.outputs(few)):

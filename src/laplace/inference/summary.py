@@ -6,6 +6,7 @@ from textwrap import wrap
 
 from torch import Tensor
 
+from laplace.checks import how_many
 from laplace.errors import LaplaceError
 from laplace.inference.values import Holder, sigma_noise
 from laplace.inference.values import posterior as posterior_of
@@ -35,7 +36,7 @@ def summary(la: Holder) -> str:
         ("prior", _prior(prior)),
     ]
     if isinstance(prior, CurvedPrior):
-        rows.append(("", f"and {prior.n_data:,} examples of earlier tasks"))
+        rows.append(("", f"and {how_many(prior.n_data, 'example')} of earlier tasks"))
     if temperature != 1:
         rows.append(("temperature", f"{temperature:g} of the likelihood"))
     if softmax_temperature != 1:
@@ -45,9 +46,9 @@ def summary(la: Holder) -> str:
     weights = _short(spec.weights.label)
     if posterior is not None:
         fit = posterior.fit
-        outputs = f"{fit.n_outputs} output{'s' if fit.n_outputs != 1 else ''}"
-        weights = f"{weights}: {_listed(fit.layout.names)} ({fit.layout.n_params:,} weights)"
-        rows.append(("fitted", f"on {fit.n_data:,} examples, {outputs}, {_evidence(posterior)}"))
+        outputs = how_many(fit.n_outputs, "output")
+        weights = f"{weights}: {_listed(fit.layout.names)} ({how_many(fit.layout.n_params, 'weight')})"
+        rows.append(("fitted", f"on {how_many(fit.n_data, 'example')}, {outputs}, {_evidence(posterior)}"))
     else:
         rows.append(("fitted", "not yet: call la.fit(train_loader)"))
     rows.insert(1, ("weights", weights))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Forward
-from laplace.checks import all_finite
+from laplace.checks import all_finite, how_many
 from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.network.batches import MASK, Batch
@@ -68,10 +68,14 @@ def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
     return likelihood.targets(f, labels) if len(f) else Targets(labels.y)
 
 
-def check_finite(f: Tensor, what: str, rows_each: int = 1, start: int = 0) -> None:
-    """Refuse NaN and infinity, naming the examples. They are counted from `start`, with `rows_each` rows each."""
+def check_finite(f: Tensor, what: str, rows_each: int = 1, start: int = 0, why: str = "") -> None:
+    """Refuse NaN and infinity, naming the examples. They are counted from `start`, with `rows_each` rows each.
+
+    `why` is added to the message.
+    """
     if not all_finite(f):
         rows = sorted({start + row // rows_each for row in (~f.isfinite()).any(1).nonzero().flatten().tolist()})
         raise InputError(
-            f"{what} NaN or infinite values for {len(rows)} examples, the first is number {rows[0]} of the batch."
+            f"{what} NaN or infinite values for {how_many(len(rows), 'example')}, the first is number {rows[0]} of the "
+            f"batch.{why}"
         )

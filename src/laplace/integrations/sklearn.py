@@ -21,6 +21,7 @@ from laplace.errors import OptionError
 from laplace.integrations.training import network_of, train
 from laplace.laplace import Laplace
 from laplace.network.arrays import dtype_of
+from laplace.spec import checked_before
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
@@ -191,6 +192,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     """
 
     _task = "classification"
+    if not TYPE_CHECKING:
+        __new__ = checked_before(_LaplaceEstimator.__init__, "LaplaceClassifier")
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train the network, fit its posterior and tune it.
@@ -312,6 +315,9 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
             random_state=random_state,
         )
         self.normalize_y = normalize_y
+
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train the network, fit its posterior and tune it.

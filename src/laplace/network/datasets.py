@@ -76,6 +76,14 @@ def in_order(loader: Iterable[Any]) -> Iterable[Any]:
     )
 
 
+def is_shuffled(loader: Any) -> bool:
+    """Return whether a DataLoader reads its examples in a random order."""
+    if not isinstance(loader, DataLoader):
+        return False
+    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
+    return isinstance(sampler, (RandomSampler, SubsetRandomSampler))
+
+
 def indices_of(loader: DataLoader[Any]) -> Sequence[int] | None:
     """Return which examples of its dataset a loader reads; None where it does not batch them by number.
 

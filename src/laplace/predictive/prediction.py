@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Dirichlet, Distribution
 
-from laplace.checks import shown
+from laplace.checks import how_many, shown
 from laplace.errors import InputError, OptionError
 from laplace.linalg.sampling import Draws
 from laplace.predictive.distributions import concatenate, map_parameters
@@ -241,8 +241,8 @@ class Prediction(Summaries):
         kind = type(self.distribution).__name__
         n, c = self.mean.shape
         return (
-            f"Prediction({n} inputs, {c} outputs, {kind}, mean epistemic {float(self.epistemic.mean()):.3g}, "
-            f"mean aleatoric {float(self.aleatoric.mean()):.3g})"
+            f"Prediction({how_many(n, 'input')}, {how_many(c, 'output')}, {kind}, "
+            f"mean epistemic {float(self.epistemic.mean()):.3g}, mean aleatoric {float(self.aleatoric.mean()):.3g})"
         )
 
 

@@ -7,12 +7,13 @@ of masks drawn anew; but each draw is a function of x, it does not depend on bat
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from laplace.checks import whole_number
+from laplace.checks import how_many, whole_number
 from laplace.errors import ModelError
 from laplace.likelihoods import Likelihood
 from laplace.network.batches import Inputs
@@ -20,6 +21,7 @@ from laplace.network.replica import replicate, require_values
 from laplace.rivals.base import Options
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.members import Members
+from laplace.spec import checked_before
 
 _ALPHA = -1.7580993408473766  # what alpha dropout sets units to: minus the product of SELU's scale and alpha
 
@@ -75,6 +77,9 @@ class MCDropout(Members):
         options = Options.of(likelihood, dict_key_x, dict_key_y, class_dim, memory_budget)
         super().__init__(options, weights_of(None, self.n_samples), sigma_noise, softmax_temperature)
 
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
+
     @property
     def model(self) -> nn.Module:
         """Return the network."""
@@ -89,7 +94,7 @@ class MCDropout(Members):
             return inputs.map(torch.clone).call(replica)
 
     def __repr__(self) -> str:
-        return f"MCDropout with {self.n_samples} masks, {self.likelihood.described}"
+        return f"MCDropout with {how_many(self.n_samples, 'mask')}, {self.likelihood.described}"
 
 
 class Mask:

@@ -6,7 +6,7 @@ One network alone is a source, too: with `calibrate`, temperature scaling (Guo e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from laplace.network.batches import Inputs
 from laplace.network.replica import replicate, require_values
 from laplace.rivals.base import Options
 from laplace.rivals.members import Members
+from laplace.spec import checked_before
 
 
 class Ensemble(Members):
@@ -70,6 +71,9 @@ class Ensemble(Members):
         options = Options.of(likelihood, dict_key_x, dict_key_y, class_dim, memory_budget)
         checked = weights_of(weights, len(self.models))
         super().__init__(options, checked, sigma_noise, softmax_temperature)
+
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
 
     @property
     def model(self) -> nn.Module:

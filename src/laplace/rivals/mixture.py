@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from laplace.predictive.reshape import Reshaper
 from laplace.rivals.base import Options, Rival
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.members import chosen_members
+from laplace.spec import checked_before
 
 
 class Member(Source, Protocol):
@@ -72,6 +73,9 @@ class Mixture(Rival):
         first = self.members[0]
         super().__init__(Options(first.likelihood, first.frame), 1.0, softmax_temperature)
         self._noise: Tensor | None = None
+
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
 
     @property
     def model(self) -> nn.Module:

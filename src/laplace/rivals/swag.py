@@ -10,13 +10,13 @@ Statistics of BatchNorm belong to the weights: they are computed anew for every 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from laplace.checks import one_positive, whole_number
+from laplace.checks import how_many, one_positive, whole_number
 from laplace.errors import InputError, ModelError, NotFittedError, OptionError
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
@@ -27,6 +27,7 @@ from laplace.rivals.base import Options
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.iterates import Moments, flat, iterates
 from laplace.rivals.members import Members
+from laplace.spec import checked_before
 from laplace.weights.selection import trainable_of
 
 
@@ -92,6 +93,9 @@ class SWAG(Members):
         self._moments, self._buffers = Moments(self.rank), list[dict[str, Tensor]]()
         options = Options.of(likelihood, dict_key_x, dict_key_y, class_dim, memory_budget)
         super().__init__(options, weights_of(None, self.n_samples), sigma_noise, softmax_temperature)
+
+    if not TYPE_CHECKING:
+        __new__ = checked_before(__init__)
 
     @property
     def model(self) -> nn.Module:
@@ -206,8 +210,8 @@ class SWAG(Members):
     def _collected(self) -> Moments:
         if self._moments.count < 2:
             raise NotFittedError(
-                f"{self._moments.count} iterates were collected; two or more are needed. Call swag.collect() in the "
-                "training loop, or swag.run(train_loader)."
+                f"{how_many(self._moments.count, 'iterate')} collected; two or more are needed. Call swag.collect() in "
+                "the training loop, or swag.run(train_loader)."
             )
         return self._moments
 
@@ -234,7 +238,7 @@ class SWAG(Members):
             return inputs.map(torch.clone).call_with(replicate(self._model), tensors)
 
     def __repr__(self) -> str:
-        return f"SWAG of {self.n_collected} iterates, rank {self.rank}, {self.likelihood.described}"
+        return f"SWAG of {how_many(self.n_collected, 'iterate')}, rank {self.rank}, {self.likelihood.described}"
 
 
 def _statistics(model: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from laplace.posterior.task_prior import CurvedPrior
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 from laplace.priors.gaussian import GaussianPrior
+from laplace.spec import refuse_unknown_keywords
 from laplace.tuning.calibrated import Calibrated, Calibration, Gain
 from laplace.tuning.calls import Tunable
 from laplace.tuning.held_out import NETWORK, HeldOut, Setting
@@ -45,6 +46,7 @@ _CERTAIN = 1e4  # times the narrowest prior precision of the grid: then the scor
 _LARGEST = 1e30  # prior precision, which float32 can square no more
 
 
+@refuse_unknown_keywords
 @plainly
 def calibrate(
     la: Tunable,

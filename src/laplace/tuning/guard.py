@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical
 
 from laplace.backprop.gradients import Forward
+from laplace.checks import how_many
 from laplace.likelihoods import Targets
 from laplace.posterior.posterior import Fit, Posterior
 from laplace.tuning.scores import How, Predicted
@@ -82,9 +83,10 @@ class Finding:
 
     def __str__(self) -> str:
         if self.rms is not None:
-            text = f"standardised residuals of {self.n} training examples have a root mean square of {self.rms:.2f}"
+            of = how_many(self.n, "training example")
+            text = f"standardised residuals of {of} have a root mean square of {self.rms:.2f}"
             return text + ("" if self.ratio is None else f", and sigma_noise is {self.ratio:.3g} times the residuals'")
-        text = f"on {self.n} training examples the mean negative log-likelihood is {self.nll:.3f}"
+        text = f"on {how_many(self.n, 'training example')} the mean negative log-likelihood is {self.nll:.3f}"
         if self.own is not None:
             text += f" (the network's own {self.own:.3f})"
         if self.confidence is not None:

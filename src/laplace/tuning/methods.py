@@ -214,4 +214,8 @@ def _refuse(name: str, able: Sequence[str], given: Mapping[str, Any], usual: Map
     for key, value in given.items():
         if key not in able and not unchanged(value, usual[key]):
             owners = [repr(other) for other in _OURS if key in _options(METHODS[other])]
-            raise OptionError(f"{key}= goes with method={' or '.join(owners)}; {name!r} has no use for it.")
+            instead = " Write la.calibrate(val_loader), or la.tune(method='validation', val_loader=val_loader)."
+            raise OptionError(
+                f"{key}= goes with method={' or '.join(owners)}; {name!r} has no use for it."
+                + (instead if key == "val_loader" else "")
+            )
