@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import queue
+import signal
 import sys
 import tempfile
 import time
@@ -76,6 +77,7 @@ class Pool:
 
 
 def _serve(rank: int, size: int, folder: str, calls: Any, results: Any, path: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background turns off
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)})

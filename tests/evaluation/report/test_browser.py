@@ -39,6 +39,7 @@ def browser():
 def page(request, tmp_path_factory):
     """A page of each kind, with everything on it, and its JSON."""
     case = given(request.param)
+    names = [EVIL, "a class with an unreasonably-long-name-that-does-not-break", "c"]
     out = tmp_path_factory.mktemp("report") / "page.html"
     laplace.report(
         case.la,
@@ -48,7 +49,7 @@ def page(request, tmp_path_factory):
         train_loader=case.train,
         shifts={"moved": {s: [(case.x + s, case.y)] for s in (0.5, 1)}},
         sources={"a source with a rather long name": case.la},
-        class_names=[EVIL, "a class with an unreasonably-long-name-that-does-not-break", "c"],
+        class_names=names[: case.la.n_outputs],
         out=out,
         n_bootstrap=20,
     )
