@@ -274,7 +274,8 @@ def assert_valid(case: Case, la: Laplace) -> None:
 def assert_same(case: Case, la: Laplace, other: Laplace) -> None:
     """Two ways of cutting the data into batches, one posterior."""
     _, x, _, _ = case.make()
-    tolerance = {torch.float64: 1e-7, torch.float32: 1e-2, torch.bfloat16: 0.3}[case.dtype]
+    double = 1e-7 if case.prior[1] > 1e-7 else 1e-5  # rounding of the data's curvature, relative to a tiny prior
+    tolerance = {torch.float64: double, torch.float32: 1e-2, torch.bfloat16: 0.3}[case.dtype]
     a, b = la.posterior, other.posterior
     size = float(a.log_likelihood.abs() + a.scatter.abs() + a.log_det_ratio.abs()) + 1
     close(a.log_evidence, b.log_evidence, tolerance, "log evidence of other batches", size)
