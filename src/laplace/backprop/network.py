@@ -36,6 +36,7 @@ from laplace.predictive.positions import Positions
 from laplace.weights.selection import Selection
 
 _NARROW = 2**18  # most numbers in the outputs of all layers for which batches are run together
+_AT_ONCE = 2**21  # most numbers of G at a time: malloc gives larger blocks back, and gets them again page by page
 
 
 class Network:
@@ -367,7 +368,7 @@ class NetworkForward:
             for use, size in zip(found, layout.sizes, strict=True)
         ]
         for use, shape in zip(uses, layout.shapes, strict=True):
-            use.within(self.network.budget.count(self.network.item_size, share=0.125))
+            use.within(min(_AT_ONCE, self.network.budget.count(self.network.item_size, share=0.125)))
             use.rows = shape[0] if shape else 1
         return uses
 

@@ -84,7 +84,7 @@ class Keyed(torch.Generator):
         return super().__new__(cls)
 
     def __init__(self, seed: int, rows: Tensor) -> None:
-        self.rows = mixed(mixed(torch.tensor(seed)) + rows)
+        self.rows = mixed(_mixed_number(seed) + rows)
         self.manual_seed(int(self.rows[0]) & (2**62 - 1) if len(rows) else seed)
 
     def hashes(self, count: int, device: torch.device) -> Tensor:  # (n, count)
@@ -98,14 +98,21 @@ _GOLDEN, *_FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 
 def mixed(keys: Tensor) -> Tensor:
     """Return a hash of each 64-bit integer (SplitMix64): neighbours have unrelated hashes."""
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        keys = (keys ^ _shifted(keys, shift)) * factor
-    return keys ^ _shifted(keys, 31)
+    keys = keys ^ _shifted(keys, 30)
+    keys = keys.mul_(_FACTORS[0])
+    keys = keys.bitwise_xor_(_shifted(keys, 27)).mul_(_FACTORS[1])
+    return keys.bitwise_xor_(_shifted(keys, 31))
 
 
 def _shifted(keys: Tensor, bits: int) -> Tensor:
     """Return keys >> bits of unsigned integers, which torch does not have."""
-    return (keys >> bits) & ((1 << (64 - bits)) - 1)
+    return (keys >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+@lru_cache(maxsize=16)
+def _mixed_number(seed: int) -> int:
+    """Return the hash of one integer. It is the same for all batches of a fit."""
+    return int(mixed(torch.tensor(seed)))
 
 
 def rows_keyed(
@@ -129,9 +136,8 @@ def seed_from(generator: torch.Generator | None, below: int = _STEPS) -> int:
 def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return Rademacher signs, (k, n, c)."""
     if isinstance(generator, Keyed):
-        words = generator.hashes(-(-k * c // _BITS), like.device).unsqueeze(2) >> torch.arange(
-            _BITS, device=like.device
-        )
+        places = torch.arange(min(_BITS, k * c), device=like.device)
+        words = generator.hashes(-(-k * c // _BITS), like.device).unsqueeze(2) >> places
         bits = (words & 1).flatten(1)[:, : k * c].unflatten(1, (k, c))
     else:
         bits = torch.randint(2, (n, k, c), generator=generator, device=_device(like, generator))
