@@ -7,41 +7,36 @@ method is a function of the room that it belongs to, and takes whatever has a `r
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from laplace.checkpoints import fitting
 from laplace.checkpoints import posteriors as files
 from laplace.checkpoints import state as states
-from laplace.checkpoints.progress import progress_of
-from laplace.checks import did_you_mean, flag, flag_or_none
+from laplace.checks import did_you_mean, flag
 from laplace.conformal import calls as conformalising
 from laplace.curvature import Estimator
-from laplace.distributed import OWN, Group, reduce_over
 from laplace.errors import OptionError, UnknownAttributeError
 from laplace.inference import continual, inspection, options
 from laplace.inference import predict as predicting
 from laplace.inference import values as holding
-from laplace.inference.fit import fit as sums_of
+from laplace.inference.attributes import holds, reads
 from laplace.inference.runner import Runner
 from laplace.inference.source import outputs_of
 from laplace.inference.summary import summary
 from laplace.inference.values import Values
 from laplace.likelihoods import Likelihood
-from laplace.linalg.autocast import plainly
-from laplace.network.loaders import training_data
 from laplace.network.replica import require_values
 from laplace.network.wrappers import unwrapped
 from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
 from laplace.serving import module as serving
-from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend, refuse_unknown_keywords
+from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
 from laplace.tuning import calls as tuning
@@ -49,24 +44,6 @@ from laplace.weights import Subset
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    Value = TypeVar("Value")
-
-    def reads(function: Callable[[Any], Value], change: Callable[[Any, Value], None] | None = None) -> Value:
-        """Show type checkers `property(function, change)` as an attribute with the type of its value."""
-        ...
-
-    class holds(Generic[Value]):
-        """Shows type checkers a property that is read as a tensor, and may be set to a number."""
-
-        def __init__(self, function: Callable[[Any], Value], change: Callable[[Any, Any], None]) -> None: ...
-
-        def __get__(self, la: Any, owner: Any) -> Value: ...
-
-        def __set__(self, la: Any, value: float | Value) -> None: ...
-
-else:
-    reads = holds = property
 
 
 FURTHER: dict[str, Any] = {}  # descriptors of names for other libraries' scripts; see `laplace.compat`
@@ -237,79 +214,9 @@ class Laplace:
     marglik = log_marginal_likelihood
     """The paper's name of `log_marginal_likelihood`."""
 
-    @refuse_unknown_keywords
-    @plainly
-    def fit(
-        self,
-        train_loader: Any,
-        override: Any = True,
-        progress_bar: bool | None = None,
-        *,
-        y: Any = None,
-        generator: torch.Generator | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        every: int = 100,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        batch_size: int | None = None,
-        group: Group = OWN,
-    ) -> Self:
-        """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
-
-        Where a batch is refused, the error names it, and the posterior stays as it was.
-
-        Args:
-            train_loader: batches, read once or as often as the structure needs: pairs `(x, y)`, or `(x, y, weights)`
-                with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator. Or the
-                inputs of all data, as arrays, DataFrames or tensors, with labels beside them: `la.fit(x, y)`. Or a
-                dataset of single examples, a Lightning DataModule, or a `transformers.Trainer`, whose training data is
-                read in order.
-            override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
-            progress_bar: whether one is shown; None shows one in a terminal after a few seconds.
-            y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
-            generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
-            checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
-                there, and removes it.
-            every: how many batches apart that is.
-            collate_fn: of a dataset, makes a batch of a list of examples, as a data collator of transformers does.
-            batch_size: of a dataset or of `la.fit(x, y)`, examples in a batch; 32 or 128 if left out.
-            group: the process group whose ranks fit one posterior together, each reading its own part of the data, as
-                `torch.distributed.group.WORLD`. None keeps the posterior of this process's own batches.
-
-        Returns:
-            The object itself.
-
-        Raises:
-            InputError: a batch that does not fit, or a loader without an example.
-            ModelError: a network that cannot be treated as asked.
-            MemoryBudgetError: sums that would not fit into memory.
-            UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
-            CheckpointError: a file `checkpoint` of another fit.
-            RankError: another rank of `group` has failed; the message names it and its error.
-        """
-        train_loader, override = training_data(train_loader, override, y, batch_size, collate_fn)
-        before = None if flag(override, "override") else self.values.fit
-        reduce = reduce_over(group, self.runner.spread, train_loader)
-        if group is OWN:
-            self.runner.notice_processes()
-        journal = None
-        if checkpoint is not None:
-            journal = partial(progress_of, self.runner, path=checkpoint, every=every, reduce=reduce)
-        fit = sums_of(
-            self.runner,
-            train_loader,
-            self.prior,
-            before,
-            progress_bar=flag_or_none(progress_bar, "progress_bar"),
-            generator=generator,
-            journal=journal,
-            reduce=reduce,
-        )
-        again = before is None and not isinstance(train_loader, Iterator)
-        self.values = replace(self.values, fit=fit, training_data=train_loader if again else None)
-        return self
-
     # ---- what is done with it: functions of other rooms -------------------------------------------------------------
 
+    fit = fitting.fit
     frame = reads(options.frame)
     outputs = outputs_of
     warn_once = options.warn_once

@@ -1,0 +1,27 @@
+"""Bind functions to a class as attributes: at run time they are properties, and type checkers see their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+__all__ = ["holds", "reads"]
+
+if TYPE_CHECKING:
+    Value = TypeVar("Value")
+
+    def reads(function: Callable[[Any], Value], change: Callable[[Any, Value], None] | None = None) -> Value:
+        """Show type checkers `property(function, change)` as an attribute with the type of its value."""
+        ...
+
+    class holds(Generic[Value]):
+        """Shows type checkers a property that is read as a tensor, and may be set to a number."""
+
+        def __init__(self, function: Callable[[Any], Value], change: Callable[[Any, Any], None]) -> None: ...
+
+        def __get__(self, la: Any, owner: Any) -> Value: ...
+
+        def __set__(self, la: Any, value: float | Value) -> None: ...
+
+else:
+    reads = holds = property
