@@ -107,10 +107,10 @@ class _Constants:
     grid: Tensor  # (3, 2 Y)
     means: Tensor  # (6, 1, 1, 1)
     variances: Tensor  # (6, 1, 1, 1), doubled
-    below: Tensor  # (6,)
-    density: Tensor  # (6,)
+    below: Tensor  # (1, 6)
+    density: Tensor  # (1, 6)
     nodes: Tensor  # (5, 1, 1, 1)
-    node_weights: Tensor  # (5,)
+    node_weights: Tensor  # (1, 5)
 
 
 def _constants(classes: int, dtype: torch.dtype, device: torch.device) -> _Constants:
@@ -125,10 +125,10 @@ def _constants(classes: int, dtype: torch.dtype, device: torch.device) -> _Const
         grid=tensor((x for row in _grid() for x in row), 2 * _POINTS),
         means=tensor(_MEANS, 1, 1, 1),
         variances=tensor((2 * v for v in _VARIANCES), 1, 1, 1),
-        below=tensor(w / 2 for w in _WEIGHTS),
-        density=tensor(w / math.sqrt(math.pi) for w in _WEIGHTS),
+        below=tensor((w / 2 for w in _WEIGHTS), len(_WEIGHTS)),
+        density=tensor((w / math.sqrt(math.pi) for w in _WEIGHTS), len(_WEIGHTS)),
         nodes=tensor((x for x, _ in nodes), 1, 1, 1),
-        node_weights=tensor(w for _, w in nodes),
+        node_weights=tensor((w for _, w in nodes), len(nodes)),
     )
 
 
@@ -192,13 +192,13 @@ def _integrated(
     below = below.clamp(min=torch.finfo(below.dtype).tiny)
     hazard, depth = density / below, below.log().sum(-1)
     if far is None:
-        p = ((depth.softmax(-1) * speed).unsqueeze(1) @ hazard).squeeze(1)
+        p = torch.bmm((depth.softmax(-1) * speed).unsqueeze(1), hazard).squeeze(1)
         return p / p.sum(1, keepdim=True), y, y  # which nobody asks for
     decay = (far[0] - y).exp()  # (n, Y): x relative to that at the edge
     once, twice = far[1] * decay, far[2] * decay.square()
     weights = (depth - once + twice / 2).softmax(-1) * speed
     each = weights / (weights * (hazard.sum(-1) + (once - twice).clamp(min=0))).sum(1, keepdim=True)
-    p = (each.unsqueeze(1) @ hazard).squeeze(1)
+    p = torch.bmm(each.unsqueeze(1), hazard).squeeze(1)
     return p, (each * decay).sum(1, keepdim=True), (each * decay.square()).sum(1, keepdim=True)
 
 
@@ -223,12 +223,12 @@ def _points(
 def _distribution(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:  # (n, Y, C), (n, 1, C)
     """Return F and F' at a = m - y, from whichever of the two forms is accurate at u, or from both."""
     if not is_traced() and len(u):
-        least, most = u.detach().aminmax()
+        least, most = (end.item() for end in u.detach().aminmax())
         if least >= _WIDE:
             return _by_mixture(a, u, known)
         if most <= _NARROW:
             return _by_nodes(a, u, known)
-    share = ((u - _NARROW) / (_WIDE - _NARROW)).clamp(0, 1).expand_as(a)
+    share = ((u - _NARROW) / (_WIDE - _NARROW)).clamp(0, 1)
     (below, density), (narrow_below, narrow_density) = _by_mixture(a, u, known), _by_nodes(a, u, known)
     return torch.lerp(narrow_below, below, share), torch.lerp(narrow_density, density, share)
 
@@ -250,8 +250,8 @@ def _by_nodes(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:
     return _summed(known.node_weights, each), _summed(known.node_weights, each * x)
 
 
-def _summed(weights: Tensor, terms: Tensor) -> Tensor:  # (k,), (k, n, Y, C) -> (n, Y, C)
-    return (weights @ terms.flatten(1)).view(terms.shape[1:])
+def _summed(weights: Tensor, terms: Tensor) -> Tensor:  # (1, k), (k, n, Y, C) -> (n, Y, C)
+    return torch.mm(weights, terms.flatten(1)).view(terms.shape[1:])
 
 
 def _lowest(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, 1)
