@@ -144,7 +144,7 @@ def _kept_constants(classes: int, dtype: torch.dtype, device: torch.device) -> _
 
 
 def _ends(classes: int) -> float:
-    """Return -log of the probability, above which a class must lie with less for the integral to end there."""
+    """Return -log of the probability with which each class may lie above the end of the integral."""
     return math.log(classes / _RIGHT)
 
 
