@@ -40,7 +40,7 @@ FUNCTIONS = {"branin": (Branin(), 6), "hartmann6": (Hartmann(dim=6), 14), "ackle
 METHODS = ("laplace", "sampled", "thompson", "gp", "random")
 TRIALS = {"hartmann3": (Hartmann(dim=3), 8), "levy4": (Levy(dim=4), 10), "styblinski4": (StyblinskiTang(dim=4), 10)}
 ITERATIONS, WIDTH, STEPS, LEAST_NOISE = 30, 256, 80, 0.01
-SEEDS = 30  # the first of those reported; the network was chosen on the functions of TRIALS, with others
+SEEDS = 30  # the first of those reported; the network was chosen by its fit to points of TRIALS
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "bayesian_optimisation.png"
 
 
