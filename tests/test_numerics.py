@@ -84,9 +84,9 @@ PROBLEMS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], float, tuple[f
     "one class": (_plain, 1.0, (3e-7, 9e-6, 6e-6, 2e-6)),
     "fewer examples than weights": (lambda: _plain(3), 1.0, (4e-7, 3e-6, 3e-6, 2e-6)),
     "prior 1e8": (_plain, 1e8, (8e-14, 3e-6, 3e-6, 2e-6)),
-    "prior 1e-8": (_plain, 1e-8, (2e-7, 3e-5, 4e-5, 2e-3)),
-    "many weights, prior 1e-8": (lambda: _plain(20, 50), 1e-8, (1e-6, 4e-5, 4e-5, 5e-4)),
-    "wide, prior 1e-8": (lambda: _plain(20, 300), 1e-8, (5e-5, 3e-4, 3e-4, 1e-3)),
+    "prior 1e-8": (_plain, 1e-8, (2e-7, 3e-5, 4e-5, 1e-5)),
+    "many weights, prior 1e-8": (lambda: _plain(20, 50), 1e-8, (1e-6, 4e-5, 4e-5, 1e-5)),
+    "wide, prior 1e-8": (lambda: _plain(20, 300), 1e-8, (5e-5, 3e-4, 3e-4, 4e-5)),
     "constant inputs": (_constant, 1.0, (1e-6, 5e-6, 2e-5, 2e-6)),
 }
 

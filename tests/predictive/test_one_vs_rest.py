@@ -81,6 +81,24 @@ def test_outputs_of_very_different_variances_are_integrated_too(f: list[float], 
     assert float((softmax_of_independent(mean[None], variance[None])[0] - exact).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("classes", [2, 4, 10])
+def test_variances_may_lie_five_decades_apart(classes: int) -> None:
+    rng, n = seeded(classes), 6
+    u = 10 ** (5 * torch.rand(n, classes, generator=rng, dtype=torch.float64) - 2)
+    spread = 3 + u.sqrt().mean(1, keepdim=True) * torch.rand(n, 1, generator=rng, dtype=torch.float64)
+    f = spread * torch.randn(n, classes, generator=rng, dtype=torch.float64)
+    exact = torch.stack([oracle.softmax_of_independent(*row) for row in zip(f, u, strict=True)])
+    assert float((softmax_of_independent(f, u) - exact).abs().max()) < 5e-4
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 0.5, 1.0])
+def test_small_variances_are_integrated_closely(size: float) -> None:
+    f = 3 * torch.randn(6, 5, generator=seeded(), dtype=torch.float64)
+    u = size * torch.rand(6, 5, generator=seeded(1), dtype=torch.float64)
+    exact = torch.stack([oracle.softmax_of_independent(*row) for row in zip(f, u, strict=True)])
+    assert float((softmax_of_independent(f, u) - exact).abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("shift", [0.0, 1e4])
 def test_two_classes_are_exact_whatever_their_covariance(shift):
     f = torch.randn(50, 2, generator=seeded(), dtype=torch.float64) * 4

@@ -37,5 +37,5 @@ def as_if_independent(variance: Tensor) -> Tensor:  # (N, C) -> (N, C)
     c = variance.shape[-1]
     if c == 2:
         return 2 * variance
-    total = variance.sum(-1, keepdim=True) / (1 - 1 / c)
-    return ((variance - total / c**2) / (1 - 2 / c)).clamp(min=0)
+    shared = variance.sum(-1, keepdim=True)  # sum(u) (1 - 1/C)
+    return (torch.sub(variance, shared, alpha=1 / (c * (c - 1))) / (1 - 2 / c)).clamp(min=0)
