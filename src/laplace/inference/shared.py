@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,11 +24,17 @@ from laplace.weights import FoundLastLayer, Selection
 _LARGE = 2**30  # bytes of weights above which only those that are uncertain are compared, and the buffers
 
 
-def divided(loader: Iterable[Any], reduce: Reduce, runner: Runner) -> Shard:
+class Warns(Protocol):
+    """Warns of each thing once. A `Runner` and every `Source` do."""
+
+    def warn_once(self, key: str, message: str) -> None: ...
+
+
+def divided(loader: Iterable[Any], reduce: Reduce, who: Warns) -> Shard:
     """Return the part of the data that this rank reads. Refuse data that every rank reads whole."""
     shard = shard_of(loader, reduce)
     if shard.note is not None and reduce.rank == 0:
-        runner.warn_once("repeats", shard.note)
+        who.warn_once("repeats", shard.note)
     facts = reduce.agree(lambda: (shard.examples, _of_dataset(loader) if shard.examples is None else None))
     known = {examples for examples, _ in facts}
     if len(known) > 1:

@@ -261,8 +261,10 @@ def validation_of(
 ) -> Validation:
     """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
     loader = dataloader_of(loader, "val")
+    places = None
     if reduce.size > 1 and loader is not None:
-        loader = divided(loader, reduce, la.runner).loader
+        shard = divided(loader, reduce, la.runner)
+        loader, places = shard.loader, shard.places
         ood_loader = None if ood_loader is None else divided(ood_loader, reduce, la.runner).loader
     if loader is None:
         raise OptionError("tuning by validation needs val_loader=, batches (x, y) that were not trained on.")
@@ -279,7 +281,8 @@ def validation_of(
     if ood_loader is not None and la.runner.spec.likelihood.pairs:
         raise UnsupportedError("ood_loader= is for single inputs; preferences between pairs are scored without it.")
     outside = None if ood_loader is None else lambda: _outside_runs(la, ood_loader, progress_bar)
-    return Validation(how, lambda: _labelled_runs(la, loader, progress_bar), outside, la.runner.spec.budget, reduce)
+    inside = partial(_labelled_runs, la, loader, progress_bar)
+    return Validation(how, inside, outside, la.runner.spec.budget, reduce, places)
 
 
 def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool | None) -> Labelled:
