@@ -33,7 +33,7 @@ def calibrated(task: str) -> dict[str, tuple[float, float]]:
     """By what was found, the value of this rank and that of one process with all data."""
     world, train, val = distributed.group.WORLD, data(task, 1), data(task, 2)
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    cut = [0, 230, N, N, N][:size] + [N]
+    cut = [*[0, 230, N, N, N][:size], N]
     loaders: dict[str, Any] = {
         "shards": DataLoader(val, 16, sampler=ShardSampler(val)),
         "a rank without data": [val.tensors] if rank == 0 else [],

@@ -12,7 +12,7 @@ from torch import nn
 from laplace.checkpoints import container
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
-from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
+from laplace.checkpoints.state import INPUTS, NUMBERS, OWNERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
 from laplace.checks import flag, options_of, path_of, shown
 from laplace.curvature import CURVATURES, Estimator
 from laplace.distributed import OWN, Group, alone, reduce_over
@@ -58,7 +58,8 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
         with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
             file has their numbers and a digest, and `load` needs the data.
         group: the process group of `fit`: its first rank writes the file, and all wait until it is there. If left out
-            after a fit of several ranks, the first rank writes it and nobody waits.
+            after a fit of several ranks, the first rank writes it and nobody waits. After `fit(shard_factors=True)`
+            each rank writes its own part, as `path.rank0of2`.
 
     Raises:
         NotFittedError: before `fit`.
@@ -66,11 +67,20 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
     """
     path, with_data = path_of(path, "path"), flag(with_data, "with_data")
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    if (owners := la.posterior.fit.owners) is not None:
+        with reduce.session():
+            _write(la, part_of(path, owners.rank, owners.size), with_data)
+        return
     many = la.runner.ranks > 1 and isinstance(group, Unsaid)  # all ranks have the same posterior: one writes it
     if not many or global_rank() == 0:
         with reduce.session():
             if reduce.rank == 0:
                 _write(la, path, with_data)
+
+
+def part_of(path: Path, rank: int, size: int) -> Path:
+    """Return the file of one rank's part."""
+    return path.with_name(f"{path.name}.rank{rank}of{size}")
 
 
 def _write(la: Kept, path: Path, with_data: bool) -> None:
@@ -101,6 +111,7 @@ def load(
     curvature: Estimator | None = None,
     names: Mapping[str, str] | None = None,
     data: Iterable[Any] | None = None,
+    group: Group = OWN,
 ) -> Kind:
     """Return the posterior that `save` wrote, on the same network with the same weights; all options are in the file.
 
@@ -115,6 +126,8 @@ def load(
         curvature: one of your own, if it was fitted with one.
         names: {old: new} where parameters or modules have other names now.
         data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+        group: of a posterior that was fitted with `shard_factors=True`, a process group with as many ranks: each reads
+            its own part.
 
     Raises:
         CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
@@ -126,6 +139,7 @@ def load(
         isinstance(names, Mapping) and all(isinstance(word, str) for pair in names.items() for word in pair)
     ):
         raise OptionError(f"names={shown(names)} must be a mapping from old to new names: {{'old': 'new'}}.")
+    path = _own_part(path, group)
     contents = container.read(path, KIND)
     try:
         options, network, state = (contents[key] for key in ("options", "network", "state"))
@@ -145,11 +159,29 @@ def load(
         if VECTORS in state and INPUTS not in state:
             state[INPUTS] = _inputs(la.runner, state, data, path)
         la.load_state_dict(state)
+        if OWNERS in state:
+            la.runner.ranks = state[OWNERS]["size"]
         return la
     except LaplaceError:
         raise
     except Exception as error:  # a header that was made by hand
         raise CheckpointError(f"{str(path)!r} is damaged: its contents do not fit together ({error!r}).") from error
+
+
+def _own_part(path: Path, group: Group) -> Path:
+    """Return the file that this process reads: its own part, if each rank wrote one."""
+    parts = [] if path.exists() else sorted(path.parent.glob(f"{path.name}.rank*of*"))
+    if not parts:
+        return path
+    reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    own = part_of(path, reduce.rank, reduce.size)
+    if own not in parts or reduce.size == 1:
+        raise CheckpointError(
+            f"{str(path)!r} is the posterior of several ranks that kept their own factors (shard_factors=True), in "
+            f"{parts[0].name!r} and {len(parts) - 1} more. Load it on as many ranks, all of them with "
+            "group=torch.distributed.group.WORLD" + (f"; this group has {reduce.size}." if reduce.size > 1 else ".")
+        )
+    return own
 
 
 def _options(la: Fitted) -> dict[str, Any]:

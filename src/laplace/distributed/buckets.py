@@ -18,6 +18,7 @@ def add_up(
     device: torch.device,
     via: torch.device | None,
     group: distributed.ProcessGroup,
+    to: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the totals over all ranks, in the agreed dtypes, on `device`. The given tensors may be overwritten.
 
@@ -27,6 +28,7 @@ def add_up(
         device: where this rank's tensors are.
         via: the device that the group sends from; None if any will do.
         group: the process group.
+        to: the only rank that needs the totals; on the others, what is returned means nothing. None: all need them.
     """
     totals = {
         key: (sums[key].to(dtype).contiguous() if key in sums else torch.zeros(shape, dtype=dtype, device=device))
@@ -35,7 +37,10 @@ def add_up(
     for parts in _buckets([t.view(-1) for t in totals.values()]):
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         sent = packed if via is None else packed.to(via)
-        distributed.all_reduce(sent, group=group)
+        if to is None:
+            distributed.all_reduce(sent, group=group)
+        else:
+            distributed.reduce(sent, distributed.get_global_rank(group, to), group=group)
         if sent is not parts[0]:
             sizes = [len(part) for part in parts]
             for part, value in zip(parts, sent.to(packed.device).split(sizes), strict=True):

@@ -92,6 +92,7 @@ def require_same(
     estimator: Estimator,
     once: bool,
     reduce: Reduce,
+    shard_factors: bool = False,
 ) -> None:
     """Refuse ranks that differ in their options, their plan, or the values of their networks."""
     layout = weights.layout
@@ -100,6 +101,7 @@ def require_same(
         "last_layer": weights.module,
         "weights": [[name, *shape] for name, shape in zip(layout.names, layout.shapes, strict=True)],
         "a loader that can be read only once": once,
+        "shard_factors": shard_factors,
         "rules": None if plan is None else [plan.rule_of(name) for name in layout.names],
     }
     theirs = reduce.share(0, facts)

@@ -13,6 +13,7 @@ from torch import Tensor
 from laplace.checks import choice, flag, flag_or_none, shown, unchanged
 from laplace.distributed import OWN, Group
 from laplace.distributed.groups import reduce_to_calibrate
+from laplace.distributed.together import joined
 from laplace.errors import LaplaceError, OptionError, UnsupportedError, warn
 from laplace.evaluation.calibration import binned
 from laplace.inference.linearised import through_link
@@ -110,7 +111,7 @@ def calibrate(
             f"calibrate multiplies the prior precision, and {posterior.prior} has none. Write la.tune(), which tunes "
             "its hyperparameters by the evidence, or Laplace(..., prior_precision=1.0) instead of prior=."
         )
-    with torch.no_grad(), reduce.session():
+    with torch.no_grad(), reduce.session(), joined(reduce):
         _require_narrow_limit(how, posterior)
         validation = validation_of(la, how, val_loader, ood_loader, progress_bar, again=True, reduce=reduce)
         held_out = HeldOut(validation, posterior, _scale_of(posterior))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
 from laplace.distributed import Reduce, alone
+from laplace.distributed.shards import divided_by
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.predict import pred_type_named
 from laplace.inference.runner import Runner
@@ -262,6 +263,9 @@ def validation_of(
     """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
     loader = dataloader_of(loader, "val")
     places = None
+    if la.posterior.fit.owners is not None:
+        _require_undivided(loader, ood_loader)
+        reduce = alone  # all ranks read the same data, and add the variances of their own layers
     if reduce.size > 1 and loader is not None:
         shard = divided(loader, reduce, la.runner)
         loader, places = shard.loader, shard.places
@@ -283,6 +287,17 @@ def validation_of(
     outside = None if ood_loader is None else lambda: _outside_runs(la, ood_loader, progress_bar)
     inside = partial(_labelled_runs, la, loader, progress_bar)
     return Validation(how, inside, outside, la.runner.spec.budget, reduce, places)
+
+
+def _require_undivided(*loaders: Any) -> None:
+    """Refuse data of which each rank has a part, for a posterior whose factors stay on several ranks."""
+    for loader in loaders:
+        if (what := divided_by(loader)) is not None:
+            raise InputError(
+                f"{what} gives each rank a part of the data, and the factors of this posterior stay on several ranks "
+                "(shard_factors=True): each adds the variances of its own layers, for the same inputs. Give all ranks "
+                "all of it: DataLoader(dataset, batch_size)."
+            )
 
 
 def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool | None) -> Labelled:
