@@ -138,10 +138,10 @@ def kept(path: str) -> dict[str, Any]:
     back = Laplace.load(Path(path) / "posterior", network("classification"), group=world)
     x = whole.tensors[0]
     with together(world):
-        equal = torch.equal(back(x), la(x)) and bool(back.log_marginal_likelihood() == la.log_marginal_likelihood())
-    return {"equal": equal, "alone": said(lambda: Laplace.load(Path(path) / "posterior", network("classification"))),
-            "coverage": str(back.coverage()) == str(la.coverage()).replace("linear ", "not run yet")
-            or [row.kept for row in back.coverage()] == [row.kept for row in la.coverage()]}  # fmt: skip
+        difference = away(back(x), la(x)) + away(back.log_marginal_likelihood(), la.log_marginal_likelihood())
+    alone = said(lambda: Laplace.load(Path(path) / "posterior", network("classification")))
+    return {"away": difference, "alone": alone,
+            "coverage": [row.kept for row in back.coverage()] == [row.kept for row in la.coverage()]}  # fmt: skip
 
 
 def said(call: Any) -> str:
@@ -154,7 +154,7 @@ def said(call: Any) -> str:
 
 def test_each_rank_saves_and_loads_its_own_part(two, tmp_path):
     for found in two.run(kept, str(tmp_path)):
-        assert found["equal"]
+        assert found["away"] < 1e-13
         assert found["coverage"]
         assert "Load it on as many ranks, all of them with group=torch.distributed.group.WORLD." in found["alone"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["posterior.rank0of2", "posterior.rank1of2"]

@@ -30,6 +30,8 @@ Value = TypeVar("Value")
 Form = tuple[tuple[int, ...], torch.dtype]
 Service = Callable[[Any, list[Any]], Any]  # of a key, and what each rank asked
 
+SERVICES: dict[str, Service] = {}  # that every rank has, whatever it does
+
 
 @dataclass(frozen=True)
 class _Report:
@@ -52,7 +54,8 @@ class Ranks(Reduce):
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._interrupted = False  # Ctrl-C came during an exchange, and nobody knows yet
         self._over = False  # whether all ranks know that the session has failed
-        self.services: dict[str, Service] = {}
+        self._why = ""
+        self.services = dict(SERVICES)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -77,6 +80,7 @@ class Ranks(Reduce):
                 self._fail(error)
             raise
         while True:
+            self._require_going()
             reports = self._gather(_Report(value))
             self._raise_errors(reports)
             if not self._served(reports):
@@ -90,9 +94,15 @@ class Ranks(Reduce):
         """
         if self._interrupted:
             raise KeyboardInterrupt
+        self._require_going()
         reports = self._gather(_Report(asked=(service, key, detail)))
         self._raise_errors(reports)
         return self._served(reports)[service, key]
+
+    def _require_going(self) -> None:
+        """Raise again what ended the session, if somebody has caught it: nobody else waits any more."""
+        if self._over:
+            raise RankError(self._why)
 
     def _served(self, reports: list[_Report]) -> dict[tuple[str, Any], Any]:
         """Do all services that were asked for, in the same order on all ranks."""
@@ -131,7 +141,7 @@ class Ranks(Reduce):
     def _fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed. An error about data or the network is raised with its number."""
         self._over = True
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        said = self._why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._gather(_Report(error=said))
         told = numbered(error, f"rank {self.rank}") if isinstance(error, LaplaceError) else error
         if told is not error:
@@ -144,10 +154,11 @@ class Ranks(Reduce):
         self._over = True
         first = min(failed)
         more = f" ({len(failed)} of {self.size} ranks failed.)" if len(failed) > 1 else ""
-        raise RankError(
+        self._why = (
             f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}.{more} The "
             "posterior is as it was before the call, on every rank."
         )
+        raise RankError(self._why)
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -156,12 +167,13 @@ class Ranks(Reduce):
             yield
         except (RuntimeError, ConnectionError) as error:
             self._over = True
-            raise RankError(
+            self._why = (
                 f"rank {self.rank} of {self.size} lost the others: one of them was killed, or took longer than the "
                 "group's timeout. Start the job again; with fit(checkpoint=...) it goes on from its last file. For "
                 "shards that take longer, init_process_group(timeout=timedelta(...)). torch.distributed says: "
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            ) from error
+            )
+            raise RankError(self._why) from error
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from laplace.network.batches import Batch
 from laplace.network.watching import unregistered_in, watch_again
 from laplace.posterior.posterior import Fit
 from laplace.priors.base import Prior
-from laplace.weights import All, FoundLastLayer, Selection
+from laplace.weights import All, FoundLastLayer, Selection, Snapshot
 
 
 class Journal(Progress, Protocol):
@@ -117,7 +117,8 @@ def fit(
         for note in spec.structure.notes(found.sums):
             runner.warn_once(note, note)
         found.factorise_together(reduce)
-    runner.adopt(weights, engine.plan, dims_of(first.inputs))
+        snapshot = Snapshot.of(runner.model)  # while the other ranks are there: they may have pieces of the network
+    runner.adopt(weights, engine.plan, dims_of(first.inputs), snapshot)
     runner.ranks = reduce.size
     if progress is not None:
         progress.remove()

@@ -19,6 +19,7 @@ from laplace.inference.runner import Runner
 from laplace.network.batches import Batch, device_of
 from laplace.network.digests import Digest, differing, of_state
 from laplace.network.pytree import tensors_in
+from laplace.network.sharded import whole
 from laplace.weights import FoundLastLayer, Selection
 
 _LARGE = 2**30  # bytes of weights above which only those that are uncertain are compared, and the buffers
@@ -140,6 +141,6 @@ def _values(model: nn.Module, weights: FoundLastLayer | Selection | None) -> dic
         return of_state(model)
     own = dict(zip(weights.layout.names, weights.tensors(model), strict=True)) | dict(model.named_buffers())
     return {
-        name: {"shape": list(t.shape), "dtype": str(t.dtype), "digest": Digest().add(t).hex()}
+        name: {"shape": list(t.shape), "dtype": str(t.dtype), "digest": Digest().add(whole(t)).hex()}
         for name, t in own.items()
     }

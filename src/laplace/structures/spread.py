@@ -146,8 +146,6 @@ class SpreadCurvature(Curvature):
         owners: which rank has which tensor.
     """
 
-    blockwise = True
-
     def __init__(self, structure: Structure, sums: Sums, layout: Layout, mean: Tensor, owners: Owners) -> None:
         own = structure.curvature(sums, layout.only(owners.mine), mean.dtype)
         assert isinstance(own, BlockCurvature)
@@ -177,8 +175,6 @@ class SpreadCurvature(Curvature):
 
 class SpreadGaussian(Gaussian):
     """Holds the independent Gaussians of this rank's tensors, and asks the others for theirs."""
-
-    blockwise = True
 
     def __init__(
         self, own: BlockDiagonalGaussian, layout: Layout, owners: Owners, like: Tensor, tie: Tensor | None = None
