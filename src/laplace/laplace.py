@@ -275,8 +275,8 @@ class Laplace:
             batch_size: of a dataset or of `la.fit(x, y)`, examples in a batch; 32 or 128 if left out.
             group: the process group whose ranks fit one posterior together, each reading its own part of the data, as
                 `torch.distributed.group.WORLD`. None keeps the posterior of this process's own batches.
-            shard_factors: of 'kron', 'block' and 'diag' with `group`: whether the factors of each layer stay on one
-                rank, for a posterior that is larger than the memory of one. All ranks must then predict and tune
+            shard_factors: of structures with a block per tensor, with `group`: whether the factors of each layer stay
+                on one rank, for a posterior that is larger than the memory of one. All ranks must then predict and tune
                 together, with `group=` or within `laplace.distributed.together(group)`.
 
         Returns:

@@ -97,7 +97,7 @@ def compared(structure: str, task: str, cut: str) -> dict[str, float]:
     draws = [p.predict(x, "nn", n_samples=3, generator=torch.Generator().manual_seed(2), group=g).mean
              for p, g in ((la, world), (one, None))]  # fmt: skip
     found["nn, finite"] = float(not draws[0].isfinite().all())
-    if cut == "even":  # more data, and a second posterior
+    if cut == "even" and one.structure.adds:  # more data, and a second posterior
         la.fit(shards(whole, cut), override=False, group=world, shard_factors=True)
         one.fit(DataLoader(whole, 6), override=False, group=None)
         with together(world):
@@ -123,7 +123,7 @@ def test_a_posterior_whose_factors_stay_on_their_ranks_is_that_of_one_process(tw
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["even", "uneven", "on one rank"])
 @pytest.mark.parametrize("task", ["classification", "regression"])
-@pytest.mark.parametrize("structure", ["kron", "diag", "block"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "block", "ekfac", "inf"])
 def test_so_it_is_for_all_structures_ranks_and_shards(some, structure, task, cut):
     if some.size == 1:
         pytest.skip("one process keeps all factors")
@@ -194,7 +194,7 @@ def refusals() -> dict[str, str]:
         "H": said(lambda: la.H),
         "covariance": said(lambda: la.posterior_covariance),
         "full": said(lambda: fitted("full")),
-        "ekfac": said(lambda: fitted("ekfac")),
+        "lowrank": said(lambda: fitted("lowrank")),
         "damping": said(lambda: fitted(Kron(damping=True))),
         "checkpoint": said(lambda: fitted(checkpoint="fit")),
     }  # fmt: skip
@@ -217,8 +217,8 @@ def test_what_needs_all_factors_in_one_place_is_refused_and_nothing_hangs(two):
         assert "gives each rank a part of the data" in found["validation"]
         for name in ("as_prior", "H", "covariance"):
             assert "needs all factors in one place" in found[name]
-        for name in ("full", "damping", "ekfac"):
-            assert "Take 'kron', 'block' or 'diag'" in found[name]
+        for name in ("full", "damping", "lowrank"):
+            assert "Take 'kron', 'ekfac', 'inf', 'block' or 'diag'" in found[name]
         assert "checkpoint= with shard_factors=True" in found["checkpoint"]
         assert found["still there"] == "nothing"
     assert "rank 1: batch 0" in one["NaN"]

@@ -2,19 +2,20 @@
 
 What a batch adds to the sums of a layer is made, sent to the rank that keeps the layer, and dropped. So a rank has its
 own sums and those of one layer of one batch. Ranks do not run in step: whoever has a batch asks all others to take part
-in the sum (`Ranks.ask`), and those without data do so until everyone is done.
+in the sum (`Ranks.ask`), and those without data do so until everyone is done. In a second run over the data, the bases
+of a layer are lent out in the same way, one layer at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from laplace.backprop.gradients import Moments, is_absent
+from laplace.backprop.gradients import Basis, Moments, is_absent
 from laplace.budget import in_bytes
 from laplace.curvature import GGN
 from laplace.distributed.buckets import add_up
@@ -24,26 +25,27 @@ from laplace.inference.accumulate import Accumulator, add_to
 from laplace.linalg.symmetric import GramRows, GramSum
 from laplace.network.batches import Inputs
 from laplace.posterior.posterior import Fit
-from laplace.structures import Structure, Sums
+from laplace.structures import Pass, Structure, Sums
+from laplace.structures.base import Contribution
 from laplace.structures.blockdiag import BlockDiagonal
+from laplace.structures.ekfac import Ekfac, Rotated
+from laplace.structures.kron_block import KronBlock
 from laplace.structures.spread import Owners, SomeMoments, dealt_by_layer, layers_of
+from laplace.weights.layout import Layout
 
-_SERVICE = "sums of a layer"
+_SERVICE, _LENDING = "sums of a layer", "bases of a layer"
+Sides = tuple[Form | None, ...]  # the forms of the left and the right basis
 
 
 def require_spreadable(structure: Structure, checkpoint: bool) -> None:
     """Refuse structures whose sums cannot stay on their ranks, and files of an unfinished fit."""
-    if not isinstance(structure, BlockDiagonal) or structure.passes > 1 or getattr(structure, "damping", False):
-        why = (
-            "splits the prior over the factors (damping)"
-            if getattr(structure, "damping", False)
-            else "reads the data a second time in bases that every rank would need"
-            if isinstance(structure, BlockDiagonal)
-            else "keeps one matrix for all weights"
-        )
+    damped = bool(getattr(structure, "damping", False))
+    several = structure.passes > 1 and not isinstance(structure, Ekfac)  # a second run of a kind that we do not know
+    if not isinstance(structure, BlockDiagonal) or several or damped:
+        why = "splits the prior over the factors (damping)" if damped else "keeps more than a block per tensor"
         raise UnsupportedError(
             f"shard_factors=True keeps the factors of each layer on one rank, and hessian_structure={structure.name!r} "
-            f"{why}. Take 'kron', 'block' or 'diag', or leave out shard_factors=True."
+            f"{why}. Take 'kron', 'ekfac', 'inf', 'block' or 'diag', or leave out shard_factors=True."
         )
     if checkpoint:
         raise UnsupportedError(
@@ -64,7 +66,9 @@ class SpreadAccumulator(Accumulator):
         self.blocks = self.structure
         self._sent: set[str] = set()  # the names of tensors that this rank has sent sums of
         self._sending: Sums = {}
-        self.reduce.services[_SERVICE] = self._add_together
+        self.reduce.services |= {_SERVICE: self._add_together, _LENDING: self._lend}
+        self._lent: dict[str, Sides] = {}  # the forms of the bases of each tensor, wherever they are
+        self._own_bases: dict[str, KronBlock] = {}
 
     def prepare(self, inputs: Inputs) -> None:
         """Deal the layers out, by the sizes of their sums. All ranks have the same examples and plan."""
@@ -92,8 +96,9 @@ class SpreadAccumulator(Accumulator):
             used = [i for i in layer if not is_absent(moments.parameters[i])]
             unused = [i for i in layer if i not in used]
             self._zeros = {**self._contribution(moments, unused), **self._zeros}
-            if used:
-                self._send(self.owners.of[used[0]], self._contribution(moments, used))
+            sums = self._contribution(moments, used)
+            if sums:
+                self._send(self.owners.of[used[0]], sums)
                 self._sent |= {self.layout.names[i] for i in used}
 
     def _contribution(self, moments: Moments, indices: Sequence[int]) -> Sums:
@@ -117,6 +122,44 @@ class SpreadAccumulator(Accumulator):
         total = add_up(own, shapes, self._like.device, self.reduce.device, self.reduce.group, to=key[0])
         if key[0] == self.reduce.rank:
             add_to(self.sums, total)
+
+    def _further(self) -> Pass | None:
+        """Return the next run over the data. Each rank has the bases of its own layers."""
+        if not isinstance(self.structure, Ekfac) or isinstance(self.pass_, Borrowed):
+            return None
+        own = self.structure.further(self.totals, self.layout.only(self.owners.mine), self._like.dtype)
+        rotated = own if isinstance(own, Rotated) else self.structure.rotated({})
+        self._own_bases = rotated.bases
+        forms = {name: tuple(map(_form, (block.left, block.right))) for name, block in rotated.bases.items()}
+        self._lent = {name: form for of_rank in self.reduce.agree(lambda: forms) for name, form in of_rank.items()}
+        return Borrowed(rotated, self._borrow) if self._lent else None
+
+    def _borrow(self, names: Sequence[str]) -> dict[str, Bases]:
+        """Return the bases of some tensors of one layer, from the rank that has them."""
+        needed = [name for name in names if name in self._lent]
+        owner = self.owners.of[self.layout.names.index(names[0])]
+        return self.reduce.ask(_LENDING, (owner, *needed)) if needed else {}
+
+    def _lend(self, key: tuple[Any, ...], _: list[Any]) -> dict[str, Bases]:
+        """Take part in sending the bases of a layer to all ranks."""
+        owner, *names = key
+        source = distributed.get_global_rank(self.reduce.group, owner)
+
+        def sent(basis: Basis | None, form: Form | None) -> Basis | None:
+            if form is None:
+                return None
+            shape, dtype = form
+            empty = torch.empty(shape, dtype=dtype, device=self._like.device)
+            vectors = empty if basis is None else basis.vectors.contiguous()
+            distributed.broadcast(vectors, source, group=self.reduce.group)
+            return Basis(vectors) if basis is None else basis
+
+        found = {}
+        for name in names:
+            block, (left, right) = self._own_bases.get(name), self._lent[name]
+            sides = (None, None) if block is None else (block.left, block.right)
+            found[name] = Bases(sent(sides[0], left), sent(sides[1], right))
+        return found
 
     def _used(self) -> set[str]:
         return super()._used() | self._sent
@@ -149,6 +192,39 @@ class SpreadAccumulator(Accumulator):
                 f"({in_bytes(sum(needs))} on all {self.reduce.size} ranks),",
                 "Take more ranks, hessian_structure='diag', or fewer weights.",
             )
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The two bases of a tensor's block, of which None means the unit vectors."""
+
+    left: Basis | None
+    right: Basis | None
+
+
+class Borrowed(Pass):
+    """Is the second run over the data, whose bases come from the rank that has them.
+
+    Args:
+        own: the same with the bases of this rank alone.
+        borrow: returns the bases of some tensors of one layer.
+    """
+
+    def __init__(self, own: Rotated, borrow: Callable[[Sequence[str]], dict[str, Bases]]) -> None:
+        self.own, self.borrow = own, borrow
+
+    def sums(self, moments: Moments, layout: Layout) -> Contribution:
+        named = dict(zip(layout.names, moments.parameters, strict=True))
+        bases = self.borrow([name for name, m in named.items() if not is_absent(m)]) if named else {}
+        found = {name: self.own.block_sums(named[name], cast("KronBlock", of)) for name, of in bases.items()}
+        return {f"{name}/{key}": value for name, part in found.items() for key, value in part.items()}
+
+    def finish(self, before: Sums, found: Sums) -> Sums:
+        return self.own.finish(before, found)
+
+
+def _form(basis: Basis | None) -> Form | None:
+    return None if basis is None else (tuple(basis.vectors.shape), basis.vectors.dtype)
 
 
 def _tensor(value: Tensor | GramRows | float, like: Tensor) -> Tensor:
