@@ -103,6 +103,7 @@ def sharded(subset: Any) -> dict[str, Any]:
     found["bad batch"] = said(
         lambda: la.fit(batches if rank == 0 else [(x * float("nan"), data.tensors[1])], group=world)
     )
+    found["without group"] = said(lambda: Laplace(model, "classification", subset).fit(batches))
     found["untouched after it"] = before == state_of(model)
     return found
 
@@ -133,6 +134,7 @@ def test_a_network_sharded_by_fsdp_has_the_posterior_of_the_plain_one(two, subse
         assert found["nn"]
         assert found["untouched"]
         assert found["untouched after it"]
+        assert "this is a network in fully_shard, on 2 ranks. Write group=" in found["without group"]
         there = {"all": "0 1 3", "last_layer": "3"}.get(str(subset), "0").split()
         assert found["still sharded"] == [f"{i}.{key}" for i in "013" if i not in there for key in ("bias", "weight")]
         if subset == "all":

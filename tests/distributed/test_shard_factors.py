@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,32 @@ def test_so_it_is_for_all_structures_ranks_and_shards(some, structure, task, cut
     if some.size == 1:
         pytest.skip("one process keeps all factors")
     assert_equal(some.run(compared, structure, task, cut))
+
+
+def peak_of_a_fit(shard: bool) -> int:
+    """Return by how many bytes the peak of this process grows in a fit, its evidence and its variances."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(700, 700), nn.Tanh())], nn.Linear(700, 3))
+    whole = TensorDataset(torch.randn(32, 700), torch.arange(32) % 3)
+    few = TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+    Laplace(nn.Linear(4, 3), "classification", "all").fit(DataLoader(few, 4), group=None).predict(few.tensors[0])
+    world, before = distributed.group.WORLD, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    la = Laplace(model, "classification", "all", curvature="sketch")
+    la.fit(DataLoader(whole, 8, sampler=ShardSampler(whole)), group=world, shard_factors=shard)
+    with together(world):
+        la.log_marginal_likelihood()
+        la.predict(whole.tensors[0][:4], diagonal_output=True)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+@pytest.mark.slow
+def test_two_ranks_need_about_half_the_memory_each():
+    grown = {}
+    for shard in (False, True):
+        pool = Pool(2)  # new processes, whose peaks begin low
+        grown[shard] = max(pool.run(peak_of_a_fit, shard))
+        pool.close()
+    assert grown[True] < 0.7 * grown[False], grown
 
 
 def kept(path: str) -> dict[str, Any]:

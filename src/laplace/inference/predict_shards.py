@@ -24,9 +24,12 @@ Report = tuple[Outputs, Tensor | None, Positions, Tensor | None]
 
 
 def same_draws(draws: Draws, reduce: Reduce) -> Draws:
-    """Return draws that are the same on all ranks: those of the first."""
-    seed = seed_from(draws.generator, 2**62)
-    return Draws(draws.n, torch.Generator().manual_seed(reduce.share(0, seed)), draws.apart)
+    """Return draws that are the same on all ranks: those that the first would make in one process."""
+    source = torch.default_generator if draws.generator is None else draws.generator
+    first = torch.Generator(source.device)
+    first.set_state(reduce.share(0, source.get_state()))
+    seed_from(source)  # so that the next call draws others
+    return Draws(draws.n, first, draws.apart)
 
 
 def parts_in_order(parts: Sequence[Part], shape: Reshaper, shard: Shard, reduce: Reduce) -> tuple[list[Part], Reshaper]:

@@ -60,16 +60,16 @@ class Owners:
     @classmethod
     def from_state(cls, state: Any, tensors: int) -> Owners:
         """Return the owners that a file tells. Raises InputError for a damaged one."""
+        damaged = InputError("the state is damaged: it does not say which rank has which tensor.")
         try:
             kept = tuple(Kept(str(form), int(size), bool(own)) for form, size, own in state["kept"])
             made = cls(tuple(map(int, state["of"])), int(state["rank"]), int(state["size"]), kept)
-            right = len(made.of) == len(kept) == tensors and all(
-                0 <= owner < made.size for owner in (*made.of, made.rank)
-            )
-        except (KeyError, TypeError, ValueError):
-            right = False
-        if not right:
-            raise InputError("the state is damaged: it does not say which rank has which tensor.")
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged from error
+        if not (
+            len(made.of) == len(kept) == tensors and all(0 <= owner < made.size for owner in (*made.of, made.rank))
+        ):
+            raise damaged
         return made
 
     def refuse(self, what: str, instead: str) -> UnsupportedError:
@@ -114,6 +114,16 @@ def dealt_by_layer(structure: BlockDiagonal, moments: Moments, layout: Layout, i
         for i in layer:
             owners[i] = owner
     return owners
+
+
+def most_on_one_rank(structure: BlockDiagonal, moments: Moments, layout: Layout, itemsize: int, size: int) -> int:
+    """Return the bytes of the rank that keeps the most, with the largest layer beside its own, which is on its way."""
+    needs = [structure.block_bytes(m, itemsize) for m in moments.parameters]
+    if size == 1:
+        return sum(needs)
+    owners = dealt_by_layer(structure, moments, layout, itemsize, size)
+    own = [sum(n for n, owner in zip(needs, owners, strict=True) if owner == rank) for rank in range(size)]
+    return max(own) + max(sum(needs[i] for i in layer) for layer in layers_of(layout.names))
 
 
 @dataclass(frozen=True)
