@@ -22,7 +22,7 @@ from laplace.distributed.buckets import add_up
 from laplace.distributed.ranks import Form, Ranks, agreed
 from laplace.errors import UnsupportedError
 from laplace.inference.accumulate import Accumulator, add_to
-from laplace.linalg.symmetric import GramRows, GramSum
+from laplace.linalg.symmetric import GramRows, gram
 from laplace.network.batches import Inputs
 from laplace.posterior.posterior import Fit
 from laplace.structures import Pass, Structure, Sums
@@ -109,19 +109,22 @@ class SpreadAccumulator(Accumulator):
         return {key: _tensor(value, self._like) for key, value in part.items()}
 
     def _send(self, owner: int, sums: Sums) -> None:
-        """Add sums to those of a rank."""
-        self._sending = sums
-        forms = {key: (tuple(value.shape), value.dtype) for key, value in sums.items()}
-        self.reduce.ask(_SERVICE, (owner, *sorted(sums)), forms)
+        """Add sums to those of a rank. What a weight and its bias have in common, B, is sent once."""
+        first = {id(value): key for key, value in reversed(sums.items())}
+        same = tuple((key, first[id(value)]) for key, value in sums.items() if first[id(value)] != key)
+        self._sending = {key: sums[key] for key in first.values()}
+        forms = {key: (tuple(value.shape), value.dtype) for key, value in self._sending.items()}
+        self.reduce.ask(_SERVICE, (owner, same, *sorted(forms)), forms)
         self._sending = {}
 
     def _add_together(self, key: tuple[Any, ...], forms: list[dict[str, Form] | None]) -> None:
         """Take part in the sum of one layer over the ranks that have a batch of it. Its owner keeps the result."""
+        owner, same, *_ = key
         own = self._sending if forms[self.reduce.rank] is not None else {}
         shapes = agreed([{} if each is None else each for each in forms])
-        total = add_up(own, shapes, self._like.device, self.reduce.device, self.reduce.group, to=key[0])
-        if key[0] == self.reduce.rank:
-            add_to(self.sums, total)
+        total = add_up(own, shapes, self._like.device, self.reduce.device, self.reduce.group, to=owner)
+        if owner == self.reduce.rank:
+            add_to(self.sums, total | {other: total[first] for other, first in same})
 
     def _further(self) -> Pass | None:
         """Return the next run over the data. Each rank has the bases of its own layers."""
@@ -230,7 +233,5 @@ def _form(basis: Basis | None) -> Form | None:
 def _tensor(value: Tensor | GramRows | float, like: Tensor) -> Tensor:
     """Return a contribution as the tensor that is added to the sums."""
     if isinstance(value, GramRows):
-        gram = GramSum()
-        gram.add(value.rows)
-        return gram.flush().unsqueeze(0)
+        return gram(value.rows).unsqueeze(0)
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64, device=like.device)
