@@ -2,9 +2,10 @@
 
     python benchmarks/memory_of_ranks.py --out benchmarks/results/memory_of_ranks.json
 
-Each rank is a process of its own. What counts is by how much its peak (`resource.getrusage`, ru_maxrss) grows from just
-before the `Laplace` object is made to the end of the work: fit, evidence, and the variances of 8 inputs. So neither
-torch itself nor the data is in it; nor is the network, unless a copy of it is made.
+Each rank is a process of its own. What counts is by how much its memory grows at the most, from just before the
+`Laplace` object is made to the end of the work: fit, evidence, and the variances of 8 inputs. That is the peak
+(`resource.getrusage`, ru_maxrss), which Linux sets back to the present memory before. So neither torch itself nor the
+data is in it. Of networks, what the rank holds of them anyway is said beside it: all, or its pieces.
 
 glibc keeps freed blocks of less than 32 MB for later, so that the peak of small matrices depends on the order in which
 they came and went. Larger ones go back to the system at once. The factors of this benchmark are small, and
@@ -14,6 +15,7 @@ MALLOC_MMAP_THRESHOLD_ has them treated as large ones are.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -47,7 +49,7 @@ class Adapted(nn.Module):
 
 
 def factors(shard: bool) -> tuple[Any, int]:
-    """Fit a network whose factors are much larger than itself; return the work to measure, and the bytes of factors.
+    """Fit a network whose factors are much larger than itself. Return the work to measure, and 0.
 
     Each pair of layers has an A and a B of WIDTH^2 numbers, and as many eigenvectors.
     """
@@ -63,16 +65,15 @@ def factors(shard: bool) -> tuple[Any, int]:
         la.tune(method="evidence", group=group)
         la.predict(data.tensors[0][:8], group=group if shard else None, diagonal_output=True)
 
-    return work, 4 * DEPTH * WIDTH**2 * 4
+    return work, 0
 
 
 def network(subset: str, shard: bool) -> tuple[Any, int]:
-    """Fit a large network's last layer, adapters or all weights, and return the work and the bytes of the network."""
+    """Fit a large network's last layer, adapters or all weights. Return the work, and the bytes that the rank holds."""
     make = Adapted if subset == "adapters" else lambda side: nn.Linear(side, side)
     model = nn.Sequential(*[layer for _ in range(LAYERS) for layer in (make(WIDE), nn.Tanh())], nn.Linear(WIDE, 3))
     if subset == "adapters":
         model[-1].requires_grad_(False)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
     if shard:
         for layer in model:
             if not isinstance(layer, nn.Tanh):
@@ -86,7 +87,8 @@ def network(subset: str, shard: bool) -> tuple[Any, int]:
         with together(group):
             la.predict(data.tensors[0][:8], diagonal_output=True)
 
-    return work, size
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return work, sum(p.numel() * p.element_size() for p in local)
 
 
 CASES: dict[str, Any] = {
@@ -114,6 +116,8 @@ def rank_of(rank: int, size: int, name: str, folder: str, results: Any) -> None:
     small = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     Laplace(small, "classification", "all").fit(DataLoader(few, 8), group=None).predict(few.tensors[0])  # imports
     work, held = CASES[name]()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to the present memory
     before = peak()
     work()
     results.put((rank, peak() - before, held))
@@ -125,7 +129,7 @@ os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # read by the proce
 
 
 def measured(name: str, size: int) -> tuple[list[int], int]:
-    """Return the growth of each rank's peak, and the bytes of what may be divided."""
+    """Return the growth of each rank's peak, and the bytes of the network that a rank holds."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -152,9 +156,10 @@ def main() -> None:
             if size == 1 and ("shard" in name):
                 continue
             grown, held = measured(name, size)
-            rows.append({"case": name, "ranks": size, "grown": grown, "divided": held})
+            rows.append({"case": name, "ranks": size, "grown": grown, "network": held})
             listed = ", ".join(f"{each / 1e6:.0f}" for each in grown)
-            print(f"{name:<32}{size:>3} ranks  {listed} MB (of {held / 1e6:.0f} MB in all)", flush=True)
+            beside = f" beside {held / 1e6:.0f} MB of the network" if held else ""
+            print(f"{name:<32}{size:>3} ranks  {listed} MB{beside}", flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace import Laplace
+from laplace import Laplace, marglik_training
 from laplace.distributed import ShardSampler, together
 from laplace.errors import LaplaceError
 
@@ -104,6 +104,7 @@ def sharded(subset: Any) -> dict[str, Any]:
         lambda: la.fit(batches if rank == 0 else [(x * float("nan"), data.tensors[1])], group=world)
     )
     found["without group"] = said(lambda: Laplace(model, "classification", subset).fit(batches))
+    found["trained"] = said(lambda: marglik_training(model, batches, "classification", group=world))
     found["untouched after it"] = before == state_of(model)
     return found
 
@@ -134,6 +135,7 @@ def test_a_network_sharded_by_fsdp_has_the_posterior_of_the_plain_one(two, subse
         assert found["nn"]
         assert found["untouched"]
         assert found["untouched after it"]
+        assert "marglik_training changes the weights" in found["trained"]
         assert "this is a network in fully_shard, on 2 ranks. Write group=" in found["without group"]
         there = {"all": "0 1 3", "last_layer": "3"}.get(str(subset), "0").split()
         assert found["still sharded"] == [f"{i}.{key}" for i in "013" if i not in there for key in ("bias", "weight")]
