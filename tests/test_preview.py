@@ -193,3 +193,15 @@ def test_ranks_share_examples_and_decompositions_of_blocks():
     assert "250 on each of 4 ranks" in repr(four)
     with pytest.raises(OptionError, match="ranks=0"):
         laplace.plan(model, (x, y), "classification", ranks=0)
+
+
+def test_ranks_that_keep_their_own_factors_need_less_memory():
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)], nn.Linear(16, 3))
+    batch = torch.randn(5, 16), torch.arange(5) % 3
+    whole, spread = (
+        laplace.plan(model, batch, "classification", "all", ranks=4, shard_factors=shard) for shard in (False, True)
+    )
+    for name in ("kron", "diag", "ekfac"):  # two layers of eight, and another one on its way
+        assert 0.3 < spread[name].bytes / whole[name].bytes < 0.45
+        assert spread[name].epochs == whole[name].epochs
+    assert "shard_factors=True keeps the factors of each layer on one rank" in spread["full"].reason

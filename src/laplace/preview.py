@@ -20,9 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from laplace.backprop.network import Network, NetworkMoments
 from laplace.budget import in_bytes
-from laplace.checks import LARGEST, choice, how_many, whole_number
+from laplace.checks import LARGEST, choice, flag, how_many, whole_number
 from laplace.curvature import Estimator
 from laplace.errors import InputError, LaplaceError
+from laplace.inference.accumulate_spread import require_spreadable
 from laplace.inference.targets import counted
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
@@ -33,6 +34,7 @@ from laplace.structures import STRUCTURES, Structure
 from laplace.structures.blockdiag import BlockDiagonal
 from laplace.structures.functional import FUNCTIONAL
 from laplace.structures.functional.structure import DEFAULT_POINTS
+from laplace.structures.spread import most_on_one_rank
 from laplace.weights import Subset
 
 if TYPE_CHECKING:
@@ -120,6 +122,7 @@ def plan(
     curvature: Estimator | str | None = None,
     n_data: int | None = None,
     ranks: int = 1,
+    shard_factors: bool = False,
     **options: Unpack[PlanOptions],
 ) -> Preview:
     """Return the peak memory and the estimated cost of each structure, whether it fits, and a recommendation.
@@ -137,6 +140,8 @@ def plan(
         n_data: the number of training examples. By default the size of the loader, or 10,000 for a single batch.
         ranks: on how many processes the data is divided. Memory and cost are those of each: they share the examples and
             the eigendecompositions of blocks; every rank keeps all sums.
+        shard_factors: with several ranks, whether each keeps the sums of its own layers alone, as in `fit`. The memory
+            is then that of the rank with the most of them, and of one more layer.
         **options: further options of `Laplace`, including those of structures.
 
     Returns:
@@ -164,7 +169,15 @@ def plan(
         return Laplace(model, likelihood, subset_of_weights, kind, **others, **given).structure
 
     with plain():
-        return _previewed(la, _first(batch), number, size is None, structure, whole_number(ranks, "ranks"))
+        return _previewed(
+            la,
+            _first(batch),
+            number,
+            size is None,
+            structure,
+            whole_number(ranks, "ranks"),
+            flag(shard_factors, "shard_factors"),
+        )
 
 
 def _several(batch: Any) -> bool:
@@ -222,7 +235,13 @@ def _recommended(options: Sequence[Option], limit: float) -> tuple[str | None, s
 
 
 def _previewed(
-    la: Laplace, batch: Any, n_data: int, assumed: bool, made: Callable[[str], Structure], ranks: int
+    la: Laplace,
+    batch: Any,
+    n_data: int,
+    assumed: bool,
+    made: Callable[[str], Structure],
+    ranks: int,
+    shard_factors: bool,
 ) -> Preview:
     runner = la.runner
     few = split(batch, runner.spec.keys, 0, la.model).labels(0, _EXAMPLES)
@@ -255,10 +274,14 @@ def _previewed(
     for name in _KINDS:
         try:
             structure = made(name)
+            if shard_factors:
+                require_spreadable(structure, checkpoint=False)
         except LaplaceError as error:
             found.append(Option(name, 0, 0.0, False, str(error).split(". ")[0]))
             continue
         needed = structure.memory(moments, layout, f.element_size())
+        if shard_factors and isinstance(structure, BlockDiagonal):
+            needed = most_on_one_rank(structure, moments, layout, f.element_size(), ranks)
         each, decomposed = structure.work(moments, layout, len(vectors) if isinstance(engine, Network) else 1)
         if estimator.exact_hessian:
             each = 4.0 * layout.n_params * once / n  # one Hessian-vector product per weight

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace import Laplace
-from laplace.distributed import ShardSampler
+from laplace import Laplace, marglik_training
+from laplace.distributed import ShardSampler, together
 from laplace.errors import LaplaceError
 
 pytestmark = pytest.mark.slow  # the first DistributedDataParallel of a process takes seconds
@@ -72,35 +72,147 @@ def test_a_network_in_ddp_is_taken_out_of_it(two, tmp_path):
 def sharded(subset: Any) -> dict[str, Any]:
     model, data = parts(normed=subset != "all")
     model.eval()
-    x = data.tensors[0]
-    one = Laplace(model, "classification", subset).fit(DataLoader(data, 5), group=None)
-    evidence, probs = one.log_marginal_likelihood(), one(x)
+    x, world, rank = data.tensors[0], distributed.group.WORLD, distributed.get_rank()
+    plain = parts(normed=subset != "all")[0].eval()
+    one = Laplace(plain, "classification", subset).fit(DataLoader(data, 5), group=None)
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(model)
-    before = {name: (type(p).__name__, tuple(p.to_local().shape)) for name, p in model.named_parameters()}
-    size = N - 3 if distributed.get_rank() == 0 else 3
-    at = slice(0, size) if distributed.get_rank() == 0 else slice(N - 3, N)
-    la = Laplace(model, "classification", subset).fit([(t[0], t[1]) for t in [data[at]]], group=distributed.group.WORLD)
-    found = {
-        "equal": float((la.log_marginal_likelihood() - evidence).abs()),
-        "untouched": before == {n: (type(p).__name__, tuple(p.to_local().shape)) for n, p in model.named_parameters()},
-        "runs": float((model(x).softmax(-1) - la.model(x).softmax(-1)).abs().max().detach()),
+    before = state_of(model)
+    at = slice(0, N - 3) if rank == 0 else slice(N - 3, N)
+    batches = [*DataLoader(TensorDataset(*data[at]), 4)]  # five on rank 0, one on rank 1
+    la = Laplace(model, "classification", subset).fit(batches, group=world)
+    found: dict[str, Any] = {
+        "equal": float((la.log_marginal_likelihood() - one.log_marginal_likelihood()).abs()),
+        "untouched": before == state_of(model),
+        "predicted": [],
+        "still sharded": sorted(name for name, p in la.model.named_parameters() if p.untyped_storage().nbytes() == 8),
     }
-    if distributed.get_rank() == 1:
-        found["alone"] = float((la(x) - probs).abs().max())
+    for mine in (x, x[: 3 + rank]):  # as many inputs on each rank, or not
+        with together(world):
+            found["predicted"].append(float((la(mine) - one(mine)).abs().max()))
+    with together(world):
+        found["nn"] = bool(la.predict(x, "nn", n_samples=2).mean.isfinite().all())
+    shard = DataLoader(data, 4, sampler=ShardSampler(data))
+    found["predicted"].append(float((la.predict(shard, group=world).mean - one.predict(x).mean).abs().max()))
+    if subset == "all":
+        found["alone"] = float((la(x) - one(x)).abs().max()) if rank == 1 else 0.0
+    else:
+        found["alone"] = said(lambda: la(x))
+    found["bad batch"] = said(
+        lambda: la.fit(batches if rank == 0 else [(x * float("nan"), data.tensors[1])], group=world)
+    )
+    found["without group"] = said(lambda: Laplace(model, "classification", subset).fit(batches))
+    found["trained"] = said(lambda: marglik_training(model, batches, "classification", group=world))
+    found["untouched after it"] = before == state_of(model)
     return found
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return what must be as it was: classes, hooks, flags, and the pieces of the parameters."""
+    modules = {name: (type(m).__name__, m.training, len(m._forward_hooks), len(m._forward_pre_hooks))
+               for name, m in model.named_modules()}  # fmt: skip
+    pieces = {name: (type(p).__name__, p.requires_grad, p.grad is None, p.to_local().flatten().tolist())
+              for name, p in model.named_parameters()}  # fmt: skip
+    return modules | pieces
+
+
+def said(call: Any) -> str:
+    try:
+        call()
+    except LaplaceError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.parametrize("subset", ["last_layer", "all", ["0"]])
 def test_a_network_sharded_by_fsdp_has_the_posterior_of_the_plain_one(two, subset):
     zero, one = two.run(sharded, subset)
-    assert one["alone"] < 1e-10
     for found in (zero, one):
         assert found["equal"] < 1e-10
+        assert max(found["predicted"]) < 1e-10
+        assert found["nn"]
         assert found["untouched"]
-        assert found["runs"] < 1e-12
+        assert found["untouched after it"]
+        assert "marglik_training changes the weights" in found["trained"]
+        assert "this is a network in fully_shard, on 2 ranks. Write group=" in found["without group"]
+        there = {"all": "0 1 3", "last_layer": "3"}.get(str(subset), "0").split()
+        assert found["still sharded"] == [f"{i}.{key}" for i in "013" if i not in there for key in ("bias", "weight")]
+        if subset == "all":
+            assert found["alone"] < 1e-10
+        else:
+            assert "UnsupportedError: the network is sharded by fully_shard" in found["alone"]
+    assert "rank 1: batch 0" in one["bad batch"]
+    assert "rank 1 failed" in zero["bad batch"]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (Adapted(nn.Linear(8, 8)), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(8, 3).requires_grad_(False)).double()
+
+
+def adapters(structure: str, curvature: str) -> dict[str, Any]:
+    plain, model, world, rank = adapted(), adapted(), distributed.group.WORLD, distributed.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(N, 8, generator=generator).double(), torch.arange(N) % 3)
+    options: dict[str, Any] = {"hessian_structure": structure, "curvature": curvature}
+    one = Laplace(plain, "classification", "all", **options)
+    one.fit(DataLoader(data, 5), generator=torch.Generator().manual_seed(4), group=None)
+    for block in model:
+        if isinstance(block, Adapted):
+            fully_shard(block)
+    fully_shard(model)
+    before, x = state_of(model), data.tensors[0]
+    shard = DataLoader(data, 5, sampler=ShardSampler(data))
+    la = Laplace(model, "classification", "all", **options)
+    la.fit(shard, generator=torch.Generator().manual_seed(4), group=world)
+    with together(world):
+        away = max(float((la(x[rank:]) - one(x[rank:])).abs().max()),
+                   float((la.log_marginal_likelihood() - one.log_marginal_likelihood()).abs()))  # fmt: skip
+    gathered = {name for name, p in la.model.named_parameters() if p.untyped_storage().nbytes() > 8}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return {"away": away, "only adapters": gathered == trained, "untouched": before == state_of(model)}
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diag"])
+@pytest.mark.parametrize("curvature", ["ggn", "sketch"])
+def test_adapters_on_a_sharded_frozen_base_leave_the_base_sharded(two, structure, curvature):
+    for found in two.run(adapters, structure, curvature):
+        assert found["away"] < 1e-10
+        assert found["only adapters"]
+        assert found["untouched"]
+
+
+def files(path: str) -> float:
+    """Save the posterior of a sharded network, and load it on the plain one and on the sharded one."""
+    plain, model, world = adapted(), adapted(), distributed.group.WORLD
+    data = TensorDataset(torch.randn(N, 8).double(), torch.arange(N) % 3)
+    fully_shard(model)
+    la = Laplace(model, "classification", "all")
+    la.fit(DataLoader(data, 5, sampler=ShardSampler(data)), group=world)
+    la.save(Path(path) / "sharded", group=world)
+    back, x = Laplace.load(Path(path) / "sharded", plain), torch.ones(2, 8).double()
+    again = Laplace.load(Path(path) / "sharded", model, group=world)
+    with together(world):
+        return max(float((back(x) - la(x)).abs().max()), float((again(x) - la(x)).abs().max()))
+
+
+def test_files_of_a_sharded_network_load_on_the_plain_one_and_on_the_sharded_one(two, tmp_path):
+    assert max(two.run(files, str(tmp_path))) < 1e-12
 
 
 def parallel() -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from laplace import Laplace
-from laplace.distributed import ShardSampler
+from laplace.distributed import Ranks, ShardSampler
 
 STRUCTURES: dict[str, dict[str, Any]] = {
     "full": {"hessian_structure": "full"},
@@ -129,3 +129,35 @@ def drawn(kinds: list[str]) -> dict[str, float]:
 
 def test_draws_do_not_depend_on_the_number_of_ranks(two):
     assert_small(two.run(drawn, ["sketch", "mc"]))
+
+
+@pytest.mark.slow
+def test_draws_of_some_ranks_are_those_of_one_process(some):
+    assert_small(some.run(drawn, ["sketch", "mc"]))
+
+
+def reductions(names: list[str]) -> dict[str, tuple[int, bool]]:
+    """By structure, how often tensors were added up, and whether all sums came in float64."""
+    whole, model, total, found = data("classification"), network(3), Ranks.total, {}
+    seen: list[set[torch.dtype]] = []
+
+    def counted(ranks: Ranks, sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        seen.append({value.dtype for value in sums.values()})
+        return total(ranks, sums, device)
+
+    Ranks.total = counted  # type: ignore[method-assign, assignment]
+    try:
+        for name in names:
+            seen.clear()
+            Laplace(model, "classification", "all", **STRUCTURES[name]).fit(
+                uneven(whole), group=distributed.group.WORLD
+            )
+            found[name] = len(seen), all(kinds <= {torch.float64} for kinds in seen)
+    finally:
+        Ranks.total = total  # type: ignore[method-assign]
+    return found
+
+
+def test_sums_are_added_up_once_per_run_over_the_data(two):
+    for found in two.run(reductions, ["kron", "diag", "full", "ekfac", "inf"]):
+        assert found == {name: (2 if name in ("ekfac", "inf") else 1, True) for name in found}

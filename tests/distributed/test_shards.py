@@ -34,6 +34,14 @@ def said(call: Any) -> str:
     return "nothing"
 
 
+class Repeating(ShardSampler):
+    """Gives the first examples of its part a second time, as a sampler that draws with replacement may."""
+
+    def __iter__(self):
+        own = [*super().__iter__()]
+        return iter(own + own[:4])
+
+
 def refusals() -> dict[str, str]:
     model, data = parts()
     sampler = DistributedSampler(data, shuffle=False)
@@ -49,6 +57,7 @@ def refusals() -> dict[str, str]:
         "whole": said(fit(whole, group=world)),
         "shuffled": said(fit(DataLoader(data, 8, shuffle=True), group=world)),
         "whole in a list": said(fit([*whole], group=world)),
+        "more than there are": said(fit(DataLoader(data, 8, sampler=Repeating(data)), group=world)),
         "another rank": said(fit(DataLoader(data, 8, sampler=other), group=world)),
         "own": said(fit(sharded, group=None)),
         "calibrate": said(lambda: fit(sharded, group=None)().calibrate(sharded)),
@@ -73,9 +82,10 @@ def test_shards_without_a_group_are_refused_and_so_is_data_that_every_rank_reads
             assert "every rank reads the whole data set of 61 examples" in found[name]
         assert "ranks 0 and 1 read the same 61 examples" in found["whole in a list"]
         assert re.search(r"ShardSampler is of rank . of 2; this is rank", found["another rank"])
+        assert "the ranks read 69 examples together, and the data set has 61" in found["more than there are"]
         assert found["own"] == "nothing"
         for name in ("calibrate", "conformal"):
-            assert f"la.{name} works on one process, and its DistributedSampler gives this rank a part" in found[name]
+            assert f"la.{name}: its DistributedSampler gives this rank a part of the data" in found[name]
         assert "one of 2 processes" in found["plain"]
         assert found["alone"] == "31"
 

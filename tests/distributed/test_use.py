@@ -98,10 +98,14 @@ def predicted() -> dict[str, Any]:
     for name, loader in loaders.items():
         p = la.predict(loader, group=world)
         found[name] = max(float((getattr(p, key) - getattr(expected, key)).abs().max()) for key in ("mean", "variance"))
-    drawn = la.predict(shard(whole, 5), "nn", n_samples=5, generator=torch.Generator().manual_seed(3), group=world)
-    found["nn"] = (drawn.mean - la.predict(shard(whole, 5), "nn", n_samples=5,
-                   generator=torch.Generator().manual_seed(3), group=world).mean).abs().max()  # fmt: skip
-    found["nn"] = float(found["nn"])
+    for name, options in {"nn": {"pred_type": "nn"}, "mc": {"link_approx": "mc"}}.items():
+        seeds = [torch.Generator().manual_seed(3) for _ in range(2)]
+        many = la.predict(shard(whole, 5), **options, n_samples=5, generator=seeds[0], group=world)
+        one = la.predict(DataLoader(whole, 9), **options, n_samples=5, generator=seeds[1])
+        found[name] = float((many.mean - one.mean).abs().max())
+    torch.manual_seed(5)
+    again = [la.predict(shard(whole, 5), "nn", n_samples=5, group=world).mean for _ in range(2)]
+    found["two calls draw the same"] = bool(torch.equal(*again))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found["alone"] = len(la.predict(whole.tensors[0][:3]).mean) if distributed.get_rank() == 0 else 3
@@ -114,7 +118,8 @@ def predicted() -> dict[str, Any]:
 
 def test_predictions_of_shards_are_gathered_in_order(two):
     for found in two.run(predicted):
-        assert max(found[name] for name in ("shards", "shuffled", "padded", "one rank has none", "nn")) < 1e-12
+        assert max(found[name] for name in ("shards", "shuffled", "padded", "one rank has none", "nn", "mc")) < 1e-12
+        assert not found["two calls draw the same"]
         assert found["alone"] == 3
         assert "a posterior that 2 ranks fitted together" in found["refused"]
 

@@ -41,6 +41,7 @@ def fit(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     batch_size: int | None = None,
     group: Group = OWN,
+    shard_factors: bool = False,
 ) -> Fits:
     """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
 
@@ -63,6 +64,9 @@ def fit(
         batch_size: of a dataset or of `la.fit(x, y)`, examples in a batch; 32 or 128 if left out.
         group: the process group whose ranks fit one posterior together, each reading its own part of the data, as
             `torch.distributed.group.WORLD`. None keeps the posterior of this process's own batches.
+        shard_factors: of structures with a block per tensor, with `group`: whether the factors of each layer stay on
+            one rank, for a posterior that is larger than the memory of one. All ranks must then predict and tune
+            together, with `group=` or within `laplace.distributed.together(group)`.
 
     Returns:
         The object itself.
@@ -71,7 +75,8 @@ def fit(
         InputError: a batch that does not fit, or a loader without an example.
         ModelError: a network that cannot be treated as asked.
         MemoryBudgetError: sums that would not fit into memory.
-        UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed.
+        UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed;
+            `shard_factors` of a structure that cannot be divided.
         CheckpointError: a file `checkpoint` of another fit.
         RankError: another rank of `group` has failed; the message names it and its error.
     """
@@ -92,6 +97,7 @@ def fit(
         generator=generator,
         journal=journal,
         reduce=reduce,
+        shard_factors=flag(shard_factors, "shard_factors"),
     )
     again = before is None and not isinstance(train_loader, Iterator)
     la.values = replace(la.values, fit=fit, training_data=train_loader if again else None)

@@ -12,11 +12,12 @@ from torch import nn
 from laplace.checkpoints import container
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
-from laplace.checkpoints.state import INPUTS, NUMBERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
+from laplace.checkpoints.state import INPUTS, NUMBERS, OWNERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
 from laplace.checks import flag, options_of, path_of, shown
 from laplace.curvature import CURVATURES, Estimator
-from laplace.distributed import OWN, Group, alone, reduce_over
+from laplace.distributed import OWN, Group, Reduce, alone, reduce_over
 from laplace.distributed.groups import Unsaid, global_rank
+from laplace.distributed.together import joined
 from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.inference.source import Fitted
@@ -24,6 +25,7 @@ from laplace.likelihoods import LIKELIHOODS, Likelihood, likelihood_named
 from laplace.network import digests
 from laplace.network.batches import device_of
 from laplace.network.pytree import map_tensors
+from laplace.network.wrappers import unwrapped
 from laplace.posterior.posterior import Fit
 from laplace.priors import PRIORS, Prior
 from laplace.priors.custom import Custom
@@ -58,7 +60,8 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
         with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
             file has their numbers and a digest, and `load` needs the data.
         group: the process group of `fit`: its first rank writes the file, and all wait until it is there. If left out
-            after a fit of several ranks, the first rank writes it and nobody waits.
+            after a fit of several ranks, the first rank writes it and nobody waits. After `fit(shard_factors=True)`
+            each rank writes its own part, as `path.rank0of2`.
 
     Raises:
         NotFittedError: before `fit`.
@@ -66,11 +69,20 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
     """
     path, with_data = path_of(path, "path"), flag(with_data, "with_data")
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    if (owners := la.posterior.fit.owners) is not None:
+        with reduce.session(), joined(reduce):
+            _write(la, part_of(path, owners.rank, owners.size), with_data)
+        return
     many = la.runner.ranks > 1 and isinstance(group, Unsaid)  # all ranks have the same posterior: one writes it
     if not many or global_rank() == 0:
-        with reduce.session():
+        with reduce.session(), joined(reduce):
             if reduce.rank == 0:
                 _write(la, path, with_data)
+
+
+def part_of(path: Path, rank: int, size: int) -> Path:
+    """Return the file of one rank's part."""
+    return path.with_name(f"{path.name}.rank{rank}of{size}")
 
 
 def _write(la: Kept, path: Path, with_data: bool) -> None:
@@ -101,6 +113,7 @@ def load(
     curvature: Estimator | None = None,
     names: Mapping[str, str] | None = None,
     data: Iterable[Any] | None = None,
+    group: Group = OWN,
 ) -> Kind:
     """Return the posterior that `save` wrote, on the same network with the same weights; all options are in the file.
 
@@ -115,6 +128,8 @@ def load(
         curvature: one of your own, if it was fitted with one.
         names: {old: new} where parameters or modules have other names now.
         data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+        group: of a posterior that was fitted with `shard_factors=True`, a process group with as many ranks: each reads
+            its own part. Also for a network that `fully_shard` has sharded.
 
     Raises:
         CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
@@ -126,11 +141,29 @@ def load(
         isinstance(names, Mapping) and all(isinstance(word, str) for pair in names.items() for word in pair)
     ):
         raise OptionError(f"names={shown(names)} must be a mapping from old to new names: {{'old': 'new'}}.")
+    reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    given = (likelihood, prior, hessian_structure, subset_of_weights, curvature, names, data)
+    with reduce.session(), joined(reduce):
+        return _loaded(cls, _own_part(path, reduce), model, *given)
+
+
+def _loaded(
+    cls: type[Kind],
+    path: Path,
+    model: nn.Module,
+    likelihood: Likelihood | str | None,
+    prior: Prior | None,
+    hessian_structure: Structure | None,
+    subset_of_weights: Subset | None,
+    curvature: Estimator | None,
+    names: Mapping[str, str] | None,
+    data: Iterable[Any] | None,
+) -> Kind:
     contents = container.read(path, KIND)
     try:
         options, network, state = (contents[key] for key in ("options", "network", "state"))
         rename = renaming(names or {}, network)
-        _require_network({rename(name): told for name, told in network.items()}, model, path)
+        _require_network({rename(name): told for name, told in network.items()}, unwrapped(model)[0], path)
         state = renamed_state(map_tensors(state, lambda t: t.to(device_of(model))), rename)
         own = _likelihood(options.pop("likelihood"), likelihood, path)
         noise = {"sigma_noise": state["sigma_noise"]} if state["sigma_noise"].numel() > 1 and likelihood is None else {}
@@ -145,11 +178,28 @@ def load(
         if VECTORS in state and INPUTS not in state:
             state[INPUTS] = _inputs(la.runner, state, data, path)
         la.load_state_dict(state)
+        if OWNERS in state:
+            la.runner.ranks = state[OWNERS]["size"]
         return la
     except LaplaceError:
         raise
     except Exception as error:  # a header that was made by hand
         raise CheckpointError(f"{str(path)!r} is damaged: its contents do not fit together ({error!r}).") from error
+
+
+def _own_part(path: Path, reduce: Reduce) -> Path:
+    """Return the file that this process reads: its own part, if each rank wrote one."""
+    parts = [] if path.exists() else sorted(path.parent.glob(f"{path.name}.rank*of*"))
+    if not parts:
+        return path
+    own = part_of(path, reduce.rank, reduce.size)
+    if own not in parts or reduce.size == 1:
+        raise CheckpointError(
+            f"{str(path)!r} is the posterior of several ranks that kept their own factors (shard_factors=True), in "
+            f"{parts[0].name!r} and {len(parts) - 1} more. Load it on as many ranks, all of them with "
+            "group=torch.distributed.group.WORLD" + (f"; this group has {reduce.size}." if reduce.size > 1 else ".")
+        )
+    return own
 
 
 def _options(la: Fitted) -> dict[str, Any]:

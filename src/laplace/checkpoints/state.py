@@ -29,6 +29,7 @@ from laplace.priors.gaussian import GaussianPrior
 from laplace.spec import Spec
 from laplace.structures import Sums
 from laplace.structures.functional.points import Points
+from laplace.structures.spread import Owners, SpreadGaussian
 from laplace.weights import FoundLastLayer, LastLayer, Layout, Selection, Subnetwork
 from laplace.weights.last_layer import REDUCTIONS
 
@@ -37,6 +38,7 @@ _NEEDED = ("names", "shapes", "mean", "n_data", "n_outputs", "linear", "last_lay
            "sigma_noise", "temperature")  # fmt: skip
 _DATA = "data/"
 PRIOR = "prior"
+OWNERS = "owners"  # of a posterior whose factors stay on their ranks
 SUMS, INDEX, EARLIER = "sums/", "index/", "earlier/"  # followed by a parameter's name, or by a key that begins with one
 INPUTS, VECTORS, NUMBERS = "points/inputs", "points/vectors", "points/numbers"
 
@@ -109,6 +111,8 @@ def state_without_inputs(la: Kept) -> dict[str, Any]:
     named = zip(fit.layout.names, fit.layout.parts, strict=True)
     state.update({INDEX + name: part.index.clone() for name, part in named if part is not None})
     state.update({SUMS + key: value.clone() for key, value in fit.sums.items()})
+    if fit.owners is not None:
+        state[OWNERS] = fit.owners.state()
     state.update({_DATA + key: value.clone() for key, value in fit.data.items()})
     if fit.points is not None:
         state[VECTORS] = [part.y.clone() for part in fit.points.parts]
@@ -176,7 +180,9 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
         spec.structure if state.get("semidefinite", True) else spec.structure.indefinite(),
         _points(spec, state),
     )
-    fit = Fit(structure, spec.likelihood, state["curvature"], layout, mean, sums, data, *counts, points=points)
+    owners = Owners.from_state(state[OWNERS], len(layout.names)) if OWNERS in state else None
+    parts = (structure, spec.likelihood, state["curvature"], layout, mean, sums, data)
+    fit = Fit(*parts, *counts, points=points, owners=owners)
     if mean.shape != (layout.n_params,):
         raise InputError(
             f"the state is damaged: its mean has shape {tuple(mean.shape)}; its parameters are {layout.n_params} "
@@ -295,6 +301,8 @@ def _weights(runner: Runner, layout: Layout, state: Mapping[str, Any]) -> FoundL
 def _require_usable(posterior: Posterior) -> None:
     """Refuse a posterior without evidence, variances or draws, by computing them."""
     fit, structure = posterior.fit, posterior.fit.structure
+    if isinstance(posterior.gaussian, SpreadGaussian):  # the rest is on other ranks, which may be elsewhere now
+        return
     try:
         evidence, p = posterior.log_evidence, fit.layout.n_params
         whole = evidence.shape == ()

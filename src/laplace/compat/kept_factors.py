@@ -18,7 +18,7 @@ __all__ = ["factors_of", "precision_of", "sums_of"]
 
 def factors_of(fit: Fit) -> Kron:
     """Return the factors of H at unit noise: [B, A] of a weight, [H] of a bias or a tensor without Kronecker form."""
-    parts = by_tensor(fit.sums, fit.layout)
+    parts = by_tensor(fit.whole_sums("la.H_facs", "Fit without shard_factors=True."), fit.layout)
     return Kron([_factors(parts[name]) for name in fit.layout.names])
 
 

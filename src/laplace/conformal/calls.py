@@ -12,11 +12,16 @@ from laplace.checks import flag, flag_or_none, generator_or_none, shown
 from laplace.conformal.calibrated import Conformal
 from laplace.conformal.examples import AnyPrediction, candidates, labelled, rows_of, targets_of
 from laplace.conformal.quantiles import checked_level
-from laplace.conformal.rules import IntervalRule, rule_of
-from laplace.distributed.groups import refuse_divided
+from laplace.conformal.rules import RANDOMISED, IntervalRule, rule_of
+from laplace.conformal.shards import Found, of_all_ranks
+from laplace.distributed import OWN, Group, Reduce, alone
+from laplace.distributed.groups import reduce_to_calibrate
+from laplace.distributed.shards import Shard, places
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
+from laplace.inference.shared import divided
 from laplace.inference.source import Source
 from laplace.linalg.autocast import plainly
+from laplace.linalg.sampling import Keyed, seed_from
 from laplace.network.loaders import ArrayBatches
 from laplace.predictive.links import Link
 from laplace.predictive.prediction import Prediction
@@ -45,6 +50,7 @@ def conformal(
     n_samples: int = 100,
     generator: torch.Generator | None = None,
     progress_bar: bool | None = None,
+    group: Group = OWN,
 ) -> Conformal:
     """Calibrate intervals or sets that hold y with probability at least `level`, whatever the network and posterior.
 
@@ -69,6 +75,8 @@ def conformal(
         n_samples: As for `predict`.
         generator: What 'aps' and 'raps', and draws of predictions, use. torch's global one if left out.
         progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
+        group: The process group, if each rank reads its own part of `cal_loader`: all ranks get the thresholds of all
+            data. If left out, every rank must read all of it, and nothing is exchanged.
 
     Returns:
         A `Conformal`, with `interval(x)`, `set(x)`, `coverage_test(loader)`, `save` and `load`.
@@ -89,7 +97,7 @@ def conformal(
             f"level={shown(level)} must be one number between 0 and 1. If these are the labels, write "
             "la.conformal((x, y))."
         )
-    refuse_divided(cal_loader, "la.conformal")
+    reduce = reduce_to_calibrate(group, cal_loader, "la.conformal")
     generator = generator_or_none(generator)
     options = {"pred_type": pred_type, "link_approx": link_approx, "n_samples": n_samples}
     data = cal_loader if y is None else ArrayBatches(cal_loader, y)
@@ -98,9 +106,15 @@ def conformal(
             f"cal_loader {shared}. The network knows these labels, so intervals and sets will be too small, and the "
             "guarantee does not hold. Give data that was used neither for training nor for tuning."
         )
-    examples = labelled(source, data, options | {"generator": generator}, flag_or_none(progress_bar, "progress_bar"))
     given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
-    return _calibrated(examples, level, method, class_conditional, given, generator, source, options)
+    progress_bar = flag_or_none(progress_bar, "progress_bar")
+    with reduce.session():
+        shard = Shard(data) if reduce.size == 1 else divided(data, reduce, source)
+        seed = _seed(method, randomized, generator, reduce)
+        examples = labelled(source, shard.loader, options | {"generator": generator}, progress_bar)
+        return _calibrated(
+            examples, level, method, class_conditional, given, seed, source, options, reduce=reduce, shard=shard
+        )
 
 
 @refuse_unknown_keywords
@@ -143,9 +157,16 @@ def from_predictions(
     if not isinstance(prediction, (Prediction, PredictionAtPositions)):
         raise InputError(f"a {type(prediction).__name__} is no prediction. Give what la.predict(x) returns.")
     given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
-    rng = generator_or_none(generator)
+    seed = _seed(method, randomized, generator_or_none(generator), alone)
     rows = rows_of(prediction)
-    return _calibrated([(rows, targets_of(rows, y))], level, method, class_conditional, given, rng, None, None)
+    return _calibrated([(rows, targets_of(rows, y))], level, method, class_conditional, given, seed, None, None)
+
+
+def _seed(method: str | None, randomized: Any, generator: torch.Generator | None, reduce: Reduce) -> int:
+    """Draw the seed of the scores' random numbers, the same on all ranks. Scores that take none draw no seed."""
+    if method not in RANDOMISED or randomized is False:
+        return 0
+    return reduce.share(0, seed_from(generator, 2**62))
 
 
 def _calibrated(
@@ -154,14 +175,18 @@ def _calibrated(
     method: str | None,
     class_conditional: bool,
     given: dict[str, Any],
-    generator: torch.Generator | None,
+    seed: int,
     source: Source | None,
     options: dict[str, Any] | None,
+    *,
+    reduce: Reduce = alone,
+    shard: Shard | None = None,
 ) -> Conformal:
     level, by_class = checked_level(level), flag(class_conditional, "class_conditional")
     rule, kind, n_classes = None, "", 0
     kept: list[Tensor] = []
     labels: list[Tensor] = []
+    n = 0
     for rows, target in examples:
         if rule is None:
             rule, kind = rule_of(method, rows.kind, given), rows.kind
@@ -172,8 +197,13 @@ def _calibrated(
             continue
         p = candidates(rows)
         n_classes = p.shape[-1]
-        kept.append(rule.scores(p, rule.random(p, generator)).gather(-1, target.unsqueeze(-1)).squeeze(-1))
+        keyed = Keyed(seed, places(shard or Shard(()), reduce, n, len(p)))
+        n += len(p)
+        kept.append(rule.scores(p, rule.random(p, keyed)).gather(-1, target.unsqueeze(-1)).squeeze(-1))
         labels.append(target)
+    if reduce.size > 1:
+        found = of_all_ranks(Found(rule, kind, n_classes, kept, labels), reduce)
+        rule, kind, n_classes, kept, labels = found.rule, found.kind, found.n_classes, found.kept, found.labels
     if rule is None or not sum(map(len, kept)):
         raise InputError("the data to calibrate on holds no example.")
     scores = torch.cat(kept).cpu()

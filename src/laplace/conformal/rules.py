@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from laplace.checks import flag, shown, whole_number
 from laplace.errors import OptionError
+from laplace.linalg.sampling import Keyed, uniforms
 
 
 class IntervalRule(ABC):
@@ -100,6 +101,8 @@ class SetRule(ABC):
         """Return a random number for each row of p, or None for a rule that draws none."""
         if not self.randomized:
             return None
+        if isinstance(generator, Keyed):
+            return uniforms(len(p), 1, p.shape[1], p, generator)[0].to(p)
         device = p.device if generator is None else generator.device
         return torch.rand(p.shape[:2], generator=generator, dtype=p.dtype, device=device).to(p.device)
 
@@ -155,6 +158,7 @@ class Regularised(SetRule):
 
 INTERVALS: dict[str, type[IntervalRule]] = {rule.name: rule for rule in (Scaled, Absolute, Quantiles)}
 SETS: dict[str, type[SetRule]] = {rule.name: rule for rule in (Threshold, Adaptive, Regularised)}
+RANDOMISED: Final = (Adaptive.name, Regularised.name)
 
 
 def rule_of(method: str | None, kind: str, given: dict[str, Any]) -> IntervalRule | SetRule:

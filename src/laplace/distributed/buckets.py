@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 BUCKET = 2**26  # bytes
+TO_ONE = 2**20  # bytes of a bucket that goes to one rank, which is short of memory: larger tensors are sent uncopied
 
 Form = tuple[tuple[int, ...], torch.dtype]
 
@@ -18,6 +19,7 @@ def add_up(
     device: torch.device,
     via: torch.device | None,
     group: distributed.ProcessGroup,
+    to: int | None = None,
 ) -> dict[str, Tensor]:
     """Return the totals over all ranks, in the agreed dtypes, on `device`. The given tensors may be overwritten.
 
@@ -27,15 +29,19 @@ def add_up(
         device: where this rank's tensors are.
         via: the device that the group sends from; None if any will do.
         group: the process group.
+        to: the only rank that needs the totals; on the others, what is returned means nothing. None: all need them.
     """
     totals = {
         key: (sums[key].to(dtype).contiguous() if key in sums else torch.zeros(shape, dtype=dtype, device=device))
         for key, (shape, dtype) in forms.items()
     }
-    for parts in _buckets([t.view(-1) for t in totals.values()]):
+    for parts in _buckets([t.view(-1) for t in totals.values()], BUCKET if to is None else TO_ONE):
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         sent = packed if via is None else packed.to(via)
-        distributed.all_reduce(sent, group=group)
+        if to is None:
+            distributed.all_reduce(sent, group=group)
+        else:
+            distributed.reduce(sent, distributed.get_global_rank(group, to), group=group)
         if sent is not parts[0]:
             sizes = [len(part) for part in parts]
             for part, value in zip(parts, sent.to(packed.device).split(sizes), strict=True):
@@ -43,11 +49,11 @@ def add_up(
     return totals
 
 
-def _buckets(flat: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield views of up to 64 MB together, of one dtype. Larger tensors are cut, and sent without a copy."""
+def _buckets(flat: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Yield views of up to `size` bytes together, of one dtype. Larger tensors are cut, and sent without a copy."""
     for dtype in dict.fromkeys(t.dtype for t in flat):
         parts: list[Tensor] = []
-        room = most = BUCKET // dtype.itemsize
+        room = most = size // dtype.itemsize
         for t in flat:
             for part in t.split(most) if t.dtype == dtype else ():
                 if len(part) > room and parts:

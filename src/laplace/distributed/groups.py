@@ -43,17 +43,19 @@ def global_rank() -> int:
     return distributed.get_rank() if world_size() > 1 else 0
 
 
-def refuse_divided(loader: Any, call: str) -> None:
-    """Refuse data that is divided over several ranks, for a call that works on one process.
+def reduce_to_calibrate(group: Any, loader: Any, call: str) -> Reduce:
+    """Return what the processes of `group` exchange. If nothing was said, every rank must read all data.
 
     Raises:
-        OptionError: this rank would see a part of the data alone.
+        OptionError: nothing was said, and this rank would see a part of the data alone.
     """
-    if world_size() > 1 and (what := divided_by(loader)) is not None:
+    if isinstance(group, Unsaid) and world_size() > 1 and (what := divided_by(loader)) is not None:
         raise OptionError(
-            f"{call} works on one process, and {what} gives this rank a part of the data, so that ranks would differ. "
-            "Let every rank read all of it: DataLoader(dataset, batch_size) without that sampler."
+            f"{call}: {what} gives this rank a part of the data, so that ranks would differ. Write "
+            "group=torch.distributed.group.WORLD, and all ranks calibrate on the data of all. Or let every rank read "
+            "all of it: DataLoader(dataset, batch_size) without that sampler."
         )
+    return alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
 
 
 def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:

@@ -2,6 +2,11 @@
 
 Every exchange begins with an all-gather of small reports, a value or an error from each rank. So a rank that fails
 still arrives where the others wait for it, and tells them why. Tensors follow only if nobody has failed.
+
+Some work needs the others at times that they do not know: a layer whose pieces they hold, a factor that one of them
+keeps. Such a rank asks (`Ranks.ask`), and all others take part wherever they wait, at an exchange or while they ask for
+something themselves. So ranks need not run in step, and one that has no more data serves the others until they are
+done.
 """
 
 from __future__ import annotations
@@ -23,14 +28,18 @@ from laplace.errors import InputError, LaplaceError, RankError, numbered
 
 Value = TypeVar("Value")
 Form = tuple[tuple[int, ...], torch.dtype]
+Service = Callable[[Any, list[Any]], Any]  # of a key, and what each rank asked
+
+SERVICES: dict[str, Service] = {}  # that every rank has, whatever it does
 
 
 @dataclass(frozen=True)
 class _Report:
-    """Says how the work of one rank ended."""
+    """Says how the work of one rank ended, or what it asks of all ranks before it can go on."""
 
     value: Any = None
     error: str | None = None
+    asked: tuple[str, Any, Any] | None = None  # the service, what of it, and what it should know
 
 
 class Ranks(Reduce):
@@ -45,6 +54,8 @@ class Ranks(Reduce):
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._interrupted = False  # Ctrl-C came during an exchange, and nobody knows yet
         self._over = False  # whether all ranks know that the session has failed
+        self._why = ""
+        self.services = dict(SERVICES)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -68,21 +79,55 @@ class Ranks(Reduce):
             if not self._over:
                 self._fail(error)
             raise
-        reports = self._gather(_Report(value))
+        while True:
+            self._require_going()
+            reports = self._gather(_Report(value))
+            self._raise_errors(reports)
+            if not self._served(reports):
+                return [report.value for report in reports]
+
+    def ask(self, service: str, key: Any, detail: Any = None) -> Any:
+        """Have all ranks do a service together, and return what it gave this rank.
+
+        Every rank must have the service. Its argument is what each rank asked of this key, by rank; None of a rank that
+        waits or asks for something else.
+        """
+        if self._interrupted:
+            raise KeyboardInterrupt
+        self._require_going()
+        reports = self._gather(_Report(asked=(service, key, detail)))
         self._raise_errors(reports)
-        return [report.value for report in reports]
+        return self._served(reports)[service, key]
+
+    def _require_going(self) -> None:
+        """Raise again what ended the session, if somebody has caught it: nobody else waits any more."""
+        if self._over:
+            raise RankError(self._why)
+
+    def _served(self, reports: list[_Report]) -> dict[tuple[str, Any], Any]:
+        """Do all services that were asked for, in the same order on all ranks."""
+        asked = [(None, None) if report.asked is None else report.asked[:2] for report in reports]
+        found = {}
+        for service, key in dict.fromkeys(pair for pair in asked if pair[0] is not None):
+            details = [
+                report.asked[2] if report.asked is not None and pair == (service, key) else None
+                for report, pair in zip(reports, asked, strict=True)
+            ]
+            with self._undisturbed(), self._connected():
+                found[service, key] = self.services[service](key, details)
+        return found
 
     def share(self, source: int, value: Value) -> Value:
         return self.agree(lambda: value if self.rank == source else None)[source]  # type: ignore[return-value]
 
     def total(self, sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         forms = self.agree(lambda: {key: (tuple(t.shape), t.dtype) for key, t in sums.items()})
-        agreed = _agreed(forms)
+        shapes = agreed(forms)
         with self._undisturbed(), self._connected():
-            return add_up(sums, agreed, device, self._device, self.group)
+            return add_up(sums, shapes, device, self.device, self.group)
 
     @property
-    def _device(self) -> torch.device | None:
+    def device(self) -> torch.device | None:
         """Return the device that the group's tensors must be on, or None if any will do."""
         backend = distributed.get_backend(self.group)
         return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None
@@ -96,7 +141,7 @@ class Ranks(Reduce):
     def _fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed. An error about data or the network is raised with its number."""
         self._over = True
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        said = self._why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._gather(_Report(error=said))
         told = numbered(error, f"rank {self.rank}") if isinstance(error, LaplaceError) else error
         if told is not error:
@@ -109,10 +154,11 @@ class Ranks(Reduce):
         self._over = True
         first = min(failed)
         more = f" ({len(failed)} of {self.size} ranks failed.)" if len(failed) > 1 else ""
-        raise RankError(
+        self._why = (
             f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}.{more} The "
             "posterior is as it was before the call, on every rank."
         )
+        raise RankError(self._why)
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -121,12 +167,13 @@ class Ranks(Reduce):
             yield
         except (RuntimeError, ConnectionError) as error:
             self._over = True
-            raise RankError(
+            self._why = (
                 f"rank {self.rank} of {self.size} lost the others: one of them was killed, or took longer than the "
                 "group's timeout. Start the job again; with fit(checkpoint=...) it goes on from its last file. For "
                 "shards that take longer, init_process_group(timeout=timedelta(...)). torch.distributed says: "
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            ) from error
+            )
+            raise RankError(self._why) from error
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -145,16 +192,16 @@ class Ranks(Reduce):
             signal.signal(signal.SIGINT, before)
 
 
-def _agreed(forms: list[dict[str, Form]]) -> dict[str, Form]:
+def agreed(forms: list[dict[str, Form]]) -> dict[str, Form]:
     """Return shape and dtype of every key, sorted. Ranks may differ in dtype: the wider one is taken."""
-    agreed: dict[str, Form] = {}
+    found: dict[str, Form] = {}
     for rank, of_rank in enumerate(forms):
         for key, (shape, dtype) in of_rank.items():
-            known, wide = agreed.get(key, (shape, dtype))
+            known, wide = found.get(key, (shape, dtype))
             if known != shape:
                 raise InputError(
                     f"the sums {key!r} have shape {shape} on rank {rank} and {known} on a rank before it: the ranks "
                     "use these weights in different ways. Give every rank data of the same kind."
                 )
-            agreed[key] = shape, torch.promote_types(wide, dtype)
-    return dict(sorted(agreed.items()))
+            found[key] = shape, torch.promote_types(wide, dtype)
+    return dict(sorted(found.items()))

@@ -190,10 +190,14 @@ class Accumulator:
                 raise
             changed = str(error)
         learned = None if self.engine.plan is None else self.engine.plan.learned
-        used = {key.rpartition("/")[0] for key in self.sums}
+        used = self._used()
         many = self.reduce.size > 1
         marks = (sum(self._marks), {key: float(value.sum()) for key, value in self.data.items()} if many else {})
         return Read(self.n_data, self._counting, used, self._forms, changed, learned, marks)
+
+    def _used(self) -> set[str]:
+        """Return the names of the tensors that the batches of this rank have used."""
+        return {key.rpartition("/")[0] for key in self.sums}
 
     def prepare(self, inputs: Inputs) -> None:
         """Run a few examples that all ranks have, so that all have the same plan, and those without data have one."""
@@ -237,13 +241,17 @@ class Accumulator:
             raise InputError(f"none of the {self.n_all} examples counts: all are ignored, masked, or have weight 0.")
         with torch.no_grad(), self._trusting():
             used = set().union(*(read.used for read in reads))
-            _add(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
-            found = {key: _tensor(value, self._like) for key, value in self.sums.items()}
+            found = self._finished_sums(used)
             _require_finite(found | self.data, self._like.dtype)
             found, self.data = self._reduced(found, self.data)
             made = self._from_points()
             _require_finite(made, self._like.dtype)
             self.totals = self.pass_.finish(self._before, found | made)
+
+    def _finished_sums(self, used: set[str]) -> Sums:
+        """Return the sums of this run over the data, with zeros of tensors that no rank has used."""
+        add_to(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
+        return {key: _tensor(value, self._like) for key, value in self.sums.items()}
 
     def _reduced(self, sums: Sums, data: Sums) -> tuple[Sums, Sums]:
         """Return both kinds of sums over all ranks, in one reduction."""
@@ -337,7 +345,7 @@ class Accumulator:
             with torch.no_grad():
                 self._keep(inputs, forward, targets, of)
                 with self._trusting():
-                    _add(self.data, self.likelihood.sums(f, targets))
+                    add_to(self.data, self.likelihood.sums(f, targets))
             self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
         self.n_data, self.n_outputs = self.n_data + forward.positions.n, f.shape[1]
 
@@ -462,7 +470,7 @@ class Accumulator:
         part = self.pass_.sums(moments, self.layout)
         names = {name for name, m in zip(self.layout.names, moments.parameters, strict=True) if is_absent(m)}
         waiting = {key: value for key, value in part.items() if key.rpartition("/")[0] in names}
-        _add(self.sums, {key: value for key, value in part.items() if key not in waiting})
+        add_to(self.sums, {key: value for key, value in part.items() if key not in waiting})
         self._zeros = {**waiting, **self._zeros}
 
     def _notice_forms(self, moments: Moments) -> None:
@@ -507,7 +515,8 @@ def _alike(f: Tensor, other: Tensor) -> bool:
     return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
 
 
-def _add(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> None:
+def add_to(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> None:
+    """Add the contributions of a batch to sums."""
     for key, value in part.items():
         so_far = total.get(key)
         if isinstance(value, GramRows) and isinstance(so_far, Tensor):

@@ -142,7 +142,7 @@ def _shortened(names: Sequence[str], width: int) -> list[str]:
 def coverage_of(fit: Fit, plan: Plan | None) -> Coverage:
     """Return the coverage of a fit. Its plan is None for a last layer, and before the network has run."""
     layout, rows = fit.layout, []
-    kept = fit.structure.describe(fit.sums, layout)
+    kept = fit.structure.describe(fit.sums, layout) if fit.owners is None else fit.owners.kept
     for name, shape, size, of in zip(layout.names, layout.tensor_shapes, layout.sizes, kept, strict=True):
         rule = "last layer" if fit.linear else "not run yet" if plan is None else plan.rule_of(name)
         rows.append(Row(name, shape, size, rule, of.form, of.bytes, of.own))

@@ -12,17 +12,19 @@ from laplace.checks import generator_or_none
 from laplace.curvature import CURVATURES, Estimator
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import Shard
-from laplace.errors import InputError, within
+from laplace.distributed.together import joined
+from laplace.errors import InputError, UnsupportedError, within
 from laplace.inference import shared
 from laplace.inference.accumulate import Accumulator, Progress
 from laplace.inference.accumulate_points import SubsetAccumulator
+from laplace.inference.accumulate_spread import SpreadAccumulator, require_spreadable
 from laplace.inference.coverage import coverage_of
 from laplace.inference.runner import Runner, dims_of
 from laplace.network.batches import Batch
 from laplace.network.watching import unregistered_in, watch_again
 from laplace.posterior.posterior import Fit
 from laplace.priors.base import Prior
-from laplace.weights import All, FoundLastLayer, Selection
+from laplace.weights import All, FoundLastLayer, Selection, Snapshot
 
 
 class Journal(Progress, Protocol):
@@ -46,6 +48,7 @@ def fit(
     generator: torch.Generator | None = None,
     journal: Opens | None = None,
     reduce: Reduce = alone,
+    shard_factors: bool = False,
 ) -> Fit:
     """Run the network over the data and return the sums of its curvature at its current weights.
 
@@ -58,8 +61,13 @@ def fit(
         generator: the generator for estimates of the curvature. None uses torch's own.
         journal: a function that opens a file for the partial sums of a long fit.
         reduce: the processes that fit together, each with a part of the data. This one alone by default.
+        shard_factors: whether the sums of each layer stay on one of these processes.
     """
-    with reduce.session():
+    spread = shard_factors and reduce.size > 1
+    with reduce.session(), joined(reduce):
+        if shard_factors:
+            require_spreadable(runner.spec.structure, journal is not None)
+            _require_plain_prior(prior)
         shard = Shard(loader) if reduce.size == 1 else shared.divided(loader, reduce, runner)
         loader = shard.loader
         runner.require_rereading(loader, before)
@@ -88,7 +96,8 @@ def fit(
         if generator is None and (spec.structure.passes > 1 or progress is not None):
             generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # a resumed fit draws the same
         parts = (spec.likelihood, spec.structure, weights.layout, estimator, generator, spec.budget, progress)
-        sums = (SubsetAccumulator if spec.structure.functional else Accumulator)(engine, *parts, reduce, shard)
+        kind = SubsetAccumulator if spec.structure.functional else SpreadAccumulator if spread else Accumulator
+        sums = kind(engine, *parts, reduce, shard)
         sums.n_outputs = 0 if before is None else before.n_outputs
         mean = weights.layout.join(weights.tensors(runner.model))
         mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
@@ -96,7 +105,8 @@ def fit(
         spec.structure.check(weights.layout)
         if reduce.size > 1:
             sums.prepare(first.inputs)
-            shared.require_same(runner, weights, engine.plan, estimator, isinstance(loader, Iterator), reduce)
+            once = isinstance(loader, Iterator)
+            shared.require_same(runner, weights, engine.plan, estimator, once, reduce, shard_factors)
         unread = stream if own is None else chain([own], stream)
         sums.run(unread, None if isinstance(loader, Iterator) else read)
         found = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
@@ -107,11 +117,20 @@ def fit(
         for note in spec.structure.notes(found.sums):
             runner.warn_once(note, note)
         found.factorise_together(reduce)
-    runner.adopt(weights, engine.plan, dims_of(first.inputs))
+        snapshot = Snapshot.of(runner.model)  # while the other ranks are there: they may have pieces of the network
+    runner.adopt(weights, engine.plan, dims_of(first.inputs), snapshot)
     runner.ranks = reduce.size
     if progress is not None:
         progress.remove()
     return found
+
+
+def _require_plain_prior(prior: Prior) -> None:
+    if prior.curved:
+        raise UnsupportedError(
+            "shard_factors=True with prior=earlier.as_prior(): the curvature of earlier tasks is whole on every rank. "
+            "Leave out shard_factors=True, or take another prior."
+        )
 
 
 def _unregistered(shapes: list[tuple[int, ...]]) -> str:

@@ -84,8 +84,9 @@ def set_enable_backprop(la: Runs, value: bool) -> None:
 
 def frame(la: Runs) -> Frame:
     """Return how inputs are read, for predictions."""
-    spec = la.runner.spec
-    return Frame(spec.keys, spec.class_dim, spec.budget, la.runner.enable_backprop, spec.structure.functional)
+    spec, fit = la.runner.spec, getattr(getattr(la, "values", None), "fit", None)
+    spread = fit is not None and fit.owners is not None
+    return Frame(spec.keys, spec.class_dim, spec.budget, la.runner.enable_backprop, spec.structure.functional, spread)
 
 
 def warn_once(la: Runs, key: str, message: str) -> None:

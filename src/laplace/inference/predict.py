@@ -16,9 +16,10 @@ from laplace.checks import choice, flag, flag_or_none, generator_or_none, shown,
 from laplace.distributed import OWN, Group, alone, reduce_over
 from laplace.distributed.groups import Unsaid
 from laplace.distributed.shards import Shard, shard_of
+from laplace.distributed.together import joined as joined_ranks
 from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
-from laplace.inference.predict_shards import parts_in_order, same_draws
+from laplace.inference.predict_shards import in_step, parts_in_order, same_draws
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, normals
@@ -150,7 +151,8 @@ def predict(
         generator: The random generator. torch's global one if left out.
         progress_bar: Whether a DataLoader shows a progress bar; None shows one in a terminal after a few seconds.
         group: The process group, if each rank predicts its own part of a loader: all get the predictions of all, in the
-            order of the data. If left out, nothing is exchanged.
+            order of the data. If left out, nothing is exchanged. After `fit(shard_factors=True)`, all ranks must give
+            the same inputs, and each adds the variances of its own layers.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -180,8 +182,9 @@ def predict(
     independent, need = diagonal_output, None
     answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
-    with reduce.session(), torch.set_grad_enabled(frame.enable_backprop):
-        shard = Shard(x) if reduce.size == 1 else shard_of(x, reduce)
+    with reduce.session(), joined_ranks(reduce), torch.set_grad_enabled(frame.enable_backprop):
+        apart = reduce.size > 1 and not frame.spread  # each rank has inputs of its own
+        shard = shard_of(x, reduce) if apart else Shard(x)
         if reduce.size == 1 and is_shuffled(x):
             source.warn_once(
                 "shuffled",
@@ -191,7 +194,8 @@ def predict(
         if reduce.size > 1:
             draws = same_draws(draws, reduce)
             state = None if draws.generator is None else draws.generator.get_state()
-        for where, inputs in prediction_batches(shard.loader, frame.keys, model_kwargs, progress):
+        batches = prediction_batches(shard.loader, frame.keys, model_kwargs, progress)
+        for where, inputs in batches if apart or reduce.size == 1 else in_step(batches, reduce):
             with within(where):
                 if pred_type == "nn":
                     if draws.generator is not None and state is not None:
@@ -208,7 +212,7 @@ def predict(
                 for part in shape.watch(scaled_outputs(source, inputs, need, answer), further=True):
                     mean = None if how is None else _linked(source, link, how, part, draws, independent)
                     parts.append((part.outputs, mean))
-        if reduce.size > 1:
+        if apart:
             parts, shape = parts_in_order(parts, shape, shard, reduce)
         if not parts:
             raise InputError("the loader to predict on gave no batch.")

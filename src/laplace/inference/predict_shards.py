@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard
+from laplace.errors import InputError
 from laplace.linalg.sampling import Draws, seed_from
+from laplace.network.batches import Inputs
+from laplace.network.digests import Digest
 from laplace.predictive.mixtures import Outputs, joined
 from laplace.predictive.positions import Positions
 from laplace.predictive.reshape import Reshaper
 
+Batch = tuple[str, Inputs]  # where it is, for errors, and what the network is called with
 Part = tuple[Outputs, Tensor | None]  # outputs, and the mean through the link
 Report = tuple[Outputs, Tensor | None, Positions, Tensor | None]
 
 
 def same_draws(draws: Draws, reduce: Reduce) -> Draws:
-    """Return draws that are the same on all ranks: those of the first."""
-    seed = seed_from(draws.generator, 2**62)
-    return Draws(draws.n, torch.Generator().manual_seed(reduce.share(0, seed)), draws.apart)
+    """Return draws that are the same on all ranks: those that the first would make in one process."""
+    source = torch.default_generator if draws.generator is None else draws.generator
+    first = torch.Generator(source.device)
+    first.set_state(reduce.share(0, source.get_state()))
+    seed_from(source)  # so that the next call draws others
+    return Draws(draws.n, first, draws.apart)
 
 
 def parts_in_order(parts: Sequence[Part], shape: Reshaper, shard: Shard, reduce: Reduce) -> tuple[list[Part], Reshaper]:
@@ -41,6 +49,24 @@ def parts_in_order(parts: Sequence[Part], shape: Reshaper, shard: Shard, reduce:
         outputs = outputs.map_rows(lambda t: t[order.to(t.device)])
         mean = None if mean is None else mean[order.to(mean.device)]
     return [(outputs, mean)], whole
+
+
+def in_step(batches: Iterable[Batch], reduce: Reduce) -> Iterator[Batch]:
+    """Yield the same batches on all ranks, for a posterior whose factors are on several.
+
+    Raises:
+        InputError: the ranks have different inputs.
+    """
+    for batch in chain(batches, [None]):
+        told = reduce.agree(lambda batch=batch: None if batch is None else Digest().add(*batch[1].tensors()).hex())
+        if len(set(told)) > 1:
+            raise InputError(
+                "the ranks predict different inputs, and the factors of this posterior stay on several ranks "
+                "(shard_factors=True): each adds the variances of its own layers, for the same inputs. Give all ranks "
+                "the same: a tensor, or DataLoader(dataset, batch_size) without a sampler that divides it."
+            )
+        if batch is not None:
+            yield batch
 
 
 def _report(parts: Sequence[Part], shape: Reshaper, places: Tensor | None) -> Report | None:

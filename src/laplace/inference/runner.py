@@ -32,7 +32,8 @@ from laplace.linalg.autocast import rounding
 from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
 from laplace.network.kept import replicate_to_keep
 from laplace.network.pytree import map_tensors, tensors_in
-from laplace.network.replica import replicate
+from laplace.network.replica import replicate, unwrap
+from laplace.network.sharded import settle
 from laplace.network.sharing import Sharing, outputs_of
 from laplace.posterior.posterior import Fit
 from laplace.predictive.positions import Positions
@@ -106,6 +107,7 @@ class Runner:
         if keep and self.weights is not None:
             return self.weights
         weights = self.spec.weights.find(self.model, inputs)
+        settle(unwrap(self.model), weights.layout.names)  # of a sharded network: they are on every rank from now on
         require_served(self.spec.structure, weights.layout)
         scores = self.spec.estimator.name == "ef"
         if isinstance(weights, FoundLastLayer) and scores and self.positions(inputs).several:
@@ -277,10 +279,16 @@ class Runner:
     # ---- whether it is still the same ----------------------------------------------------------------------------
 
     def adopt(
-        self, weights: FoundLastLayer | Selection, plan: Plan | None = None, dims: tuple[int, ...] | None = None
+        self,
+        weights: FoundLastLayer | Selection,
+        plan: Plan | None = None,
+        dims: tuple[int, ...] | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
-        """Remember the current state of the network, which a posterior belongs to."""
-        self.weights, self.plan, self.dims, self.snapshot = weights, plan, dims, Snapshot.of(self.model)
+        """Remember the current state of the network, which a posterior belongs to; or the given one."""
+        settle(unwrap(self.model), weights.layout.names)
+        self.weights, self.plan, self.dims = weights, plan, dims
+        self.snapshot = Snapshot.of(self.model) if snapshot is None else snapshot
         self._warned.discard("stale")
         self._ready.clear()
 

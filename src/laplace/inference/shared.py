@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,16 +19,23 @@ from laplace.inference.runner import Runner
 from laplace.network.batches import Batch, device_of
 from laplace.network.digests import Digest, differing, of_state
 from laplace.network.pytree import tensors_in
+from laplace.network.sharded import whole
 from laplace.weights import FoundLastLayer, Selection
 
 _LARGE = 2**30  # bytes of weights above which only those that are uncertain are compared, and the buffers
 
 
-def divided(loader: Iterable[Any], reduce: Reduce, runner: Runner) -> Shard:
+class Warns(Protocol):
+    """Warns of each thing once. A `Runner` and every `Source` do."""
+
+    def warn_once(self, key: str, message: str) -> None: ...
+
+
+def divided(loader: Iterable[Any], reduce: Reduce, who: Warns) -> Shard:
     """Return the part of the data that this rank reads. Refuse data that every rank reads whole."""
     shard = shard_of(loader, reduce)
     if shard.note is not None and reduce.rank == 0:
-        runner.warn_once("repeats", shard.note)
+        who.warn_once("repeats", shard.note)
     facts = reduce.agree(lambda: (shard.examples, _of_dataset(loader) if shard.examples is None else None))
     known = {examples for examples, _ in facts}
     if len(known) > 1:
@@ -86,6 +93,7 @@ def require_same(
     estimator: Estimator,
     once: bool,
     reduce: Reduce,
+    shard_factors: bool = False,
 ) -> None:
     """Refuse ranks that differ in their options, their plan, or the values of their networks."""
     layout = weights.layout
@@ -94,6 +102,7 @@ def require_same(
         "last_layer": weights.module,
         "weights": [[name, *shape] for name, shape in zip(layout.names, layout.shapes, strict=True)],
         "a loader that can be read only once": once,
+        "shard_factors": shard_factors,
         "rules": None if plan is None else [plan.rule_of(name) for name in layout.names],
     }
     theirs = reduce.share(0, facts)
@@ -132,6 +141,6 @@ def _values(model: nn.Module, weights: FoundLastLayer | Selection | None) -> dic
         return of_state(model)
     own = dict(zip(weights.layout.names, weights.tensors(model), strict=True)) | dict(model.named_buffers())
     return {
-        name: {"shape": list(t.shape), "dtype": str(t.dtype), "digest": Digest().add(t).hex()}
+        name: {"shape": list(t.shape), "dtype": str(t.dtype), "digest": Digest().add(whole(t)).hex()}
         for name, t in own.items()
     }

@@ -62,6 +62,7 @@ class Frame:
         budget: How much memory a result may take.
         enable_backprop: Whether gradients flow from predictions to the inputs.
         functional: Whether this is a distribution over functions, without weights to draw.
+        spread: Whether the posterior's factors are on several processes, which must predict the same inputs together.
     """
 
     keys: Keys
@@ -69,6 +70,7 @@ class Frame:
     budget: Budget
     enable_backprop: bool = False
     functional: bool = False
+    spread: bool = False
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.network.replica import plain_name, unwrap
+from laplace.network.sharded import is_gathering, whole
 
 _SHOWN = 3  # differences in a message
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # numpy has no bfloat16
@@ -56,6 +57,8 @@ def of_network(model: nn.Module) -> dict[str, dict[str, Any]]:
     input so far).
     """
     network = unwrap(model)
+    if is_gathering(network):  # its `state_dict` has stand-ins
+        return of_state(network)
     state = {plain_name(name): t for name, t in network.state_dict().items() if isinstance(t, Tensor)}
     others = {plain_name(name): t for name, t in network.named_buffers() if plain_name(name) not in state}
     return {name: _told(t) for name, t in state.items()} | {name: _told(t) | _FLEETING for name, t in others.items()}
@@ -74,6 +77,7 @@ def of_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _told(t: Tensor) -> dict[str, Any]:
+    t = whole(t)
     return {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "digest": Digest().add(t).hex()}
 
 

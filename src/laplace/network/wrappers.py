@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laplace.errors import UnsupportedError
-from laplace.network.sharded import gathered, is_sharded
+from laplace.network.sharded import gathering, is_sharded
 
 _COMPILED = "_orig_mod"
 
@@ -21,8 +21,8 @@ _COMPILED = "_orig_mod"
 def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
     """Return the network inside of its wrappers, and the name of the class that spreads it over processes, if one does.
 
-    A compiled network stays as it is, unless there is such a wrapper inside. A network that `fully_shard` has sharded
-    is gathered: see `sharded.py`.
+    A compiled network stays as it is, unless there is such a wrapper inside. Of a network that `fully_shard` has
+    sharded, a copy is returned that gathers its layers when they run: see `sharded.py`.
 
     Raises:
         UnsupportedError: the network is tensor-parallel, or in FullyShardedDataParallel.
@@ -43,7 +43,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
         elif isinstance(compiled := getattr(inner, _COMPILED, None), nn.Module) and _is_spread(compiled):
             inner = compiled
         elif is_sharded(inner):
-            return gathered(inner), "fully_shard"
+            return gathering(inner), "fully_shard"
         else:
             return (model, None) if by is None else (inner, by)
 

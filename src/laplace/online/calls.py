@@ -156,6 +156,11 @@ def marglik_training(
             f"training reads the data once per epoch, and a {type(train_loader).__name__} can be read only once. Give "
             "a DataLoader or a list of batches."
         )
+    if la.runner.wrapped == "fully_shard":
+        raise UnsupportedError(
+            "marglik_training changes the weights, and a network of fully_shard is read in pieces that would be those "
+            "of before. Train it in DistributedDataParallel; or train it first, and write Laplace(model, ...).fit(...)."
+        )
     reduce = reduce_over(group, la.runner.spread, train_loader)
     if group is OWN:
         la.runner.notice_processes(training=True)

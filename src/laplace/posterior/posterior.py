@@ -28,6 +28,7 @@ from laplace.linalg.symmetric import Clipped
 from laplace.priors.base import Form, Prior
 from laplace.structures import Curvature, Gaussian, Structure, Sums
 from laplace.structures.dealing import dealt_out
+from laplace.structures.spread import Owners, SpreadCurvature
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Fit:
     n_outputs: int
     linear: bool = True  # whether the outputs are linear in the uncertain weights, as in a last layer
     points: Points | None = None  # training points, if predictions need them
+    owners: Owners | None = None  # which rank has the sums of which tensor, if they are not all here
 
     @property
     def curvature(self) -> Curvature:
@@ -61,15 +63,30 @@ class Fit:
 
     def _factorise(self) -> Curvature:
         with plain(), torch.no_grad():
+            if self.owners is not None:
+                return SpreadCurvature(self.structure, self.sums, self.layout, self.mean, self.owners)
             return self.structure.curvature(self.sums, self.layout, self.mean.dtype)
 
     def factorise_together(self, reduce: Reduce) -> None:
         """Factorise H now, with its eigendecompositions dealt out over the ranks: later, one rank may ask alone."""
-        if reduce.size > 1:
+        if reduce.size > 1 and self.owners is not None:
+            reduce.agree(lambda: self.curvature.clipped)
+        elif reduce.size > 1:
             self.__dict__["_factorised"] = dealt_out(self._factorise, reduce)
+
+    def whole_sums(self, what: str, instead: str) -> Sums:
+        """Return the sums of all tensors. Raise UnsupportedError if some are on other ranks."""
+        if self.owners is not None:
+            raise self.owners.refuse(what, instead)
+        return self.sums
 
     def plus(self, other: Fit) -> Fit:
         """Return this fit with the sums of more data added."""
+        if self.owners != other.owners:
+            raise InputError(
+                "the factors of one of these fits stay on their ranks (shard_factors=True), and those of the other do "
+                "not, or on other ranks. Fit both alike."
+            )
         sums, data = added(self.sums, other.sums), added(self.data, other.data)
         return replace(self, sums=sums, data=data, n_data=self.n_data + other.n_data)
 

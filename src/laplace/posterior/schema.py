@@ -58,8 +58,9 @@ def require_indices(layout: Layout) -> None:
 
 
 def require_sums(fit: Fit, sums: Sums) -> None:
-    """Refuse sums that do not fit the structure and the weights."""
-    layout, forms, allowed = fit.layout, fit.structure.forms, {torch.float64, fit.mean.dtype}
+    """Refuse sums that do not fit the structure and the weights; those of this rank, if others have the rest."""
+    own = fit.layout if fit.owners is None else fit.layout.only(fit.owners.mine)
+    layout, forms, allowed = own, fit.structure.forms, {torch.float64, fit.mean.dtype}
     for key, value in (sums | fit.data).items():
         whole_numbers = forms is not None and key in forms.counts
         kinds = {torch.int64} if whole_numbers else allowed | ({torch.int64} if forms is None else set())

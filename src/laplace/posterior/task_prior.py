@@ -78,7 +78,8 @@ class CurvedPrior(GaussianPrior):
                 f"the sums of {fit.structure.name!r} depend on all data, so that another task cannot be added. "
                 f"Take hessian_structure={adding()}."
             )
-        sums = fit.structure.scaled(fit.sums, posterior.scale.detach())
+        whole = fit.whole_sums("as_prior()", "Fit without shard_factors=True.")
+        sums = fit.structure.scaled(whole, posterior.scale.detach())
         n_data = fit.n_data
         if isinstance(prior, CurvedPrior):
             sums, n_data = added(prior.earlier.fit.sums, sums), n_data + prior.n_data

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, flag, flag_or_none, shown, unchanged
-from laplace.distributed.groups import refuse_divided
+from laplace.distributed import OWN, Group
+from laplace.distributed.groups import reduce_to_calibrate
+from laplace.distributed.together import joined
 from laplace.errors import LaplaceError, OptionError, UnsupportedError, warn
 from laplace.evaluation.calibration import binned
 from laplace.inference.linearised import through_link
@@ -59,6 +61,7 @@ def calibrate(
     ood_loader: Any = None,
     ood_weight: float = 0.5,
     progress_bar: bool | None = None,
+    group: Group = OWN,
 ) -> Calibrated:
     """Set prior precision and softmax temperature (for a regression: and noise) by the score on validation data.
 
@@ -83,6 +86,8 @@ def calibrate(
         ood_loader: Inputs from outside the distribution, whose predictive entropy is to be high.
         ood_weight: How much these count, in (0, 1].
         progress_bar: Whether runs over the loaders show one; None shows one in a terminal after a few seconds.
+        group: The process group, if each rank reads its own part of the loaders: all ranks find what one process with
+            all data finds. If left out, every rank must read all of it, and nothing is exchanged.
 
     Returns:
         The network, its rescaled self, the posterior before, the best and the chosen setting, which print as a table.
@@ -99,16 +104,16 @@ def calibrate(
         flag(hyperprior, "hyperprior"),
         flag_or_none(progress_bar, "progress_bar"),
     )
-    refuse_divided(val_loader, "la.calibrate")
+    reduce = reduce_to_calibrate(group, val_loader, "la.calibrate")
     posterior, how = la.posterior.detached(), _how(la, link_approx, ood_loader, ood_weight)
     if not isinstance(posterior.prior, GaussianPrior):
         raise UnsupportedError(
             f"calibrate multiplies the prior precision, and {posterior.prior} has none. Write la.tune(), which tunes "
             "its hyperparameters by the evidence, or Laplace(..., prior_precision=1.0) instead of prior=."
         )
-    with torch.no_grad():
+    with torch.no_grad(), reduce.session(), joined(reduce):
         _require_narrow_limit(how, posterior)
-        validation = validation_of(la, how, val_loader, ood_loader, progress_bar, again=True)
+        validation = validation_of(la, how, val_loader, ood_loader, progress_bar, again=True, reduce=reduce)
         held_out = HeldOut(validation, posterior, _scale_of(posterior))
         profile = Profile(
             held_out, how.ood_weight, _first_noise(posterior), _evidence_factor(held_out) if hyperprior else None

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, flag, flag_or_none, positive, shown
-from laplace.distributed import OWN, Group, reduce_over
+from laplace.distributed import OWN, Group, alone, reduce_over
+from laplace.distributed.groups import Unsaid
+from laplace.distributed.together import joined
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
@@ -141,7 +143,7 @@ def tune(
     groups = choice(how.prior_structure if prior_structure is None else prior_structure, GROUPS, "prior_structure")
     reduce = reduce_over(group, _shared(la), val_loader)
     problem = Problem(la, kinds, groups, Scoring(**scoring, progress_bar=progress_bar, reduce=reduce))
-    with torch.no_grad(), reduce.session():
+    with torch.no_grad(), reduce.session(), joined(reduce):
         tuned = how.tune(problem)
         if name in ("evidence", "loo"):
             tuned = looked_at(problem, tuned)
@@ -202,7 +204,8 @@ def optimize_prior_precision(
         progress_bar: whether runs over the loader show one; None shows one in a terminal after a few seconds.
         log_prior_prec_base: the base of the two ends.
         tune_sigma_noise: find the noise of a regression, too.
-        group: of 'gridsearch', the process group of `fit`, if each rank reads its own part of `val_loader`.
+        group: of 'gridsearch', the process group of `fit`, if each rank reads its own part of `val_loader`; of both,
+            after `fit(shard_factors=True)`.
 
     Raises:
         NotFittedError: before `fit`.
@@ -216,7 +219,8 @@ def optimize_prior_precision(
     groups = choice(prior_structure, GROUPS, "prior_structure")
     if method_named(method) == "marglik":
         start = float(positive(init_prior_prec, "init_prior_prec").double().log().mean().exp())
-        with torch.no_grad():
+        reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+        with torch.no_grad(), reduce.session(), joined(reduce):
             tuned = ByEvidence(n_steps, start, verbose).tune(Problem(la, kinds, groups))
     else:
         how = how_scored(la, pred_type, link_approx, n_samples, loss, as_in_paper=True)
@@ -224,7 +228,7 @@ def optimize_prior_precision(
         grids = {"prior_precision": grid, "sigma_noise": log_grid(-3, 3, grid_size, 10.0)}
         again = groups != "scalar" or tune_sigma_noise
         reduce = reduce_over(group, _shared(la), val_loader)
-        with torch.no_grad(), reduce.session():
+        with torch.no_grad(), reduce.session(), joined(reduce):
             validation = validation_of(la, how, val_loader, None, progress_bar, again, reduce)
             search = search_of(Problem(la, kinds, groups), validation, grids, _laplace_torch_option)
             if len(search.grids) == 1:

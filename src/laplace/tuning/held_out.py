@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
 from laplace.budget import Budget
+from laplace.errors import InputError
 from laplace.inference.linearised import through_link
 from laplace.likelihoods import Likelihood, Targets
 from laplace.likelihoods.base import Sums
@@ -72,6 +73,8 @@ class HeldOut:
         self.weights: Tensor | None = None  # (N,), of the examples in the last reading; None: 1 for all
         self.targets: Tensor = posterior.sigma.new_empty(0)  # (N, ...), of the last reading
         self.data: Sums = {}  # of the network on these examples, as fit leaves them
+        self._kept_everywhere = False  # whether every process has kept the Gaussians of its examples
+        self._rows: Tensor | None = None  # (n,), where this process's examples are among those of all
 
     def at(self, factor: float) -> Posterior:
         """Return the posterior with the prior precision times a factor."""
@@ -99,19 +102,33 @@ class HeldOut:
         by_factor: dict[float, list[Setting]] = {}
         for setting in settings:
             by_factor.setdefault(setting[0], []).append(setting)
-        limit = _FEW if few and self._inside.targets is not None else None
+        few = few and self._kept_everywhere
         found: dict[Setting, list[Scored]] = {setting: [] for setting in settings}
         for factor, outputs, labels in self._remembered(list(by_factor)):
-            some, targets = _some(outputs, limit), _some_targets(labels, limit)
+            rows = self._few_rows(len(outputs.mean)) if few else None
+            some, targets = _some(outputs, rows), _some_targets(labels, rows)
             for setting in by_factor[factor]:
                 found[setting].append(self._score(setting, some, targets, in_detail))
         outside: dict[Setting, list[Tensor]] = {setting: [] for setting in settings}
         for factor, outputs, _ in () if self._outside is None else self._outside.gaussians(list(by_factor)):
-            some = _some(outputs, limit)
+            some = _some(outputs, _spread(len(outputs.mean), _FEW) if few else None)
             for setting in by_factor[factor]:
                 seen, p, sigma = self._predicted(setting, some)
                 outside[setting].append(self.likelihood.entropy(seen, p, sigma).double())
-        return [_together(found[setting], outside[setting]) for setting in settings]
+        reports = self.validation.reduce.agree(lambda: [(found[setting], outside[setting]) for setting in settings])
+        return [
+            _together([part for parts, _ in of_all for part in parts], [part for _, parts in of_all for part in parts])
+            for of_all in zip(*reports, strict=True)
+        ]
+
+    def _few_rows(self, n: int) -> Tensor:
+        """Return the rows of this process among a few examples that are evenly spread over the data of all."""
+        total = len(self.targets)
+        if self.validation.reduce.size == 1 or not total:
+            return _spread(n, _FEW)
+        if self._rows is None:  # a loader cannot say where its examples are: each process takes its share
+            return _spread(n, -(-n * _FEW // total))
+        return torch.isin(self._rows, _spread(total, _FEW)).nonzero().flatten()
 
     def _remembered(self, factors: Sequence[float]) -> Iterator[tuple[float, OutputGaussian, Targets]]:
         """Yield the Gaussians of some factors, and remember what is known of the examples."""
@@ -125,9 +142,19 @@ class HeldOut:
         self._remember(targets, sums)
 
     def _remember(self, targets: Sequence[Targets], sums: Sequence[Sums]) -> None:
-        whole = joined_targets(targets)
+        kept, places = self._inside.targets is not None, self.validation.places
+        places = places if places is not None and len(places) == sum(len(part.y) for part in targets) else None
+        reports = self.validation.reduce.agree(lambda: (targets, sums, kept or not targets, places))
+        sums = [each for _, of_rank, *_ in reports for each in of_rank]
+        if not sums:
+            raise InputError("val_loader gave no example on any rank.")
+        whole = joined_targets([part for of_rank, *_ in reports for part in of_rank])
         self.data = {key: torch.stack([each[key] for each in sums]).sum(0) for key in sums[0]}
         self.targets, self.weights = whole.y, None if whole.weights is None else whole.weights.double()
+        self._kept_everywhere = all(there for *_, there, _ in reports)
+        known = [at for *_, at in reports if at is not None]
+        in_order = torch.cat(known).sort().values if len(known) == len(reports) else None
+        self._rows = None if in_order is None or places is None else torch.searchsorted(in_order, places)
 
     def _score(self, setting: Setting, outputs: OutputGaussian, targets: Targets, in_detail: bool) -> Scored:
         seen, p, sigma = self._predicted(setting, outputs)
@@ -183,7 +210,7 @@ class _Kept:
                 labels += [targets] if factor == wanted[0] else []
             elif parts[factor]:
                 parts = {each: [] for each in wanted}
-        if held <= room and keeps:
+        if held <= room and keeps and labels:
             self.kept = {factor: _joined(parts.pop(factor)) for factor in wanted}
             self.targets = joined_targets(labels)
 
@@ -259,22 +286,20 @@ def _together(parts: Sequence[Scored], entropies: Sequence[Tensor]) -> Scored:
     return Scored(losses, weights, cat(entropies), *details)
 
 
-def _some(outputs: OutputGaussian, limit: int | None) -> OutputGaussian:
-    """Return the Gaussian at no more than so many examples, evenly spread."""
-    n = len(outputs.mean)
-    return outputs if limit is None or limit >= n else outputs.map_rows(lambda t: t[_spread(n, limit)])
+def _some(outputs: OutputGaussian, rows: Tensor | None) -> OutputGaussian:
+    """Return the Gaussian at some examples."""
+    return outputs if rows is None or len(rows) == len(outputs.mean) else outputs.map_rows(lambda t: t[rows])
 
 
-def _some_targets(targets: Targets, limit: int | None) -> Targets:
-    n = len(targets.y)
-    if limit is None or limit >= n:
+def _some_targets(targets: Targets, rows: Tensor | None) -> Targets:
+    if rows is None or len(rows) == len(targets.y):
         return targets
-    rows = _spread(n, limit)
     return Targets(targets.y[rows], None if targets.weights is None else targets.weights[rows])
 
 
 def _spread(n: int, limit: int) -> Tensor:
-    return torch.linspace(0, n - 1, limit).round().long()
+    """Return up to `limit` rows of n, evenly spread."""
+    return torch.arange(n) if limit >= n else torch.linspace(0, n - 1, limit).round().long()
 
 
 def _certain(f: Tensor) -> OutputGaussian:

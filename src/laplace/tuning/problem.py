@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
 from laplace.distributed import Reduce, alone
+from laplace.distributed.shards import divided_by
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.predict import pred_type_named
 from laplace.inference.runner import Runner
@@ -261,8 +262,13 @@ def validation_of(
 ) -> Validation:
     """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
     loader = dataloader_of(loader, "val")
+    places = None
+    if la.posterior.fit.owners is not None:
+        _require_undivided(loader, ood_loader)
+        reduce = alone  # all ranks read the same data, and add the variances of their own layers
     if reduce.size > 1 and loader is not None:
-        loader = divided(loader, reduce, la.runner).loader
+        shard = divided(loader, reduce, la.runner)
+        loader, places = shard.loader, shard.places
         ood_loader = None if ood_loader is None else divided(ood_loader, reduce, la.runner).loader
     if loader is None:
         raise OptionError("tuning by validation needs val_loader=, batches (x, y) that were not trained on.")
@@ -279,7 +285,19 @@ def validation_of(
     if ood_loader is not None and la.runner.spec.likelihood.pairs:
         raise UnsupportedError("ood_loader= is for single inputs; preferences between pairs are scored without it.")
     outside = None if ood_loader is None else lambda: _outside_runs(la, ood_loader, progress_bar)
-    return Validation(how, lambda: _labelled_runs(la, loader, progress_bar), outside, la.runner.spec.budget, reduce)
+    inside = partial(_labelled_runs, la, loader, progress_bar)
+    return Validation(how, inside, outside, la.runner.spec.budget, reduce, places)
+
+
+def _require_undivided(*loaders: Any) -> None:
+    """Refuse data of which each rank has a part, for a posterior whose factors stay on several ranks."""
+    for loader in loaders:
+        if (what := divided_by(loader)) is not None:
+            raise InputError(
+                f"{what} gives each rank a part of the data, and the factors of this posterior stay on several ranks "
+                "(shard_factors=True): each adds the variances of its own layers, for the same inputs. Give all ranks "
+                "all of it: DataLoader(dataset, batch_size)."
+            )
 
 
 def _labelled_runs(la: Posteriors, loader: Iterable[Any], progress_bar: bool | None) -> Labelled:

@@ -40,8 +40,9 @@ class Validation:
         outside: Callable[[], Labelled] | None,
         budget: Budget,
         reduce: Reduce = alone,
+        places: Tensor | None = None,  # (n,), of this process's examples in the data of all
     ) -> None:
-        self.how, self.budget, self.reduce = how, budget, reduce
+        self.how, self.budget, self.reduce, self.places = how, budget, reduce, places
         one = reduce.size == 1  # of several processes, one may have nothing to read
         self.inside = Runs(inside, "validation", budget, one)
         self.outside = None if outside is None else Runs(outside, "out-of-distribution", budget, one)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from laplace.errors import ModelError, OptionError, UnknownNameError, warn
 from laplace.network.batches import Inputs
 from laplace.network.replica import replicate, unwrap
+from laplace.network.sharded import settle
 from laplace.weights.layout import Layout
 from laplace.weights.pointwise import Pointwise, applied, is_pointwise
 
@@ -146,6 +147,8 @@ def find_last_layer(model: nn.Module, example: Inputs, name: str | None, reducti
                     f"{found[0]!r} gives the same output and is used. Pass it to silence this warning."
                 )
             _check_called_once(call.name, calls)
+            if settle(unwrap(model), [name for name, _ in _own_parameters(model, call.name)]):
+                return find_last_layer(model, example, call.name, found[0])  # whose weights are there now
             _check_linear(model, call)
             return FoundLastLayer(call.name, _uncertain(model, call.name), found[0])
     raise ModelError(_not_found(name, calls, output))
@@ -219,9 +222,13 @@ def _known(f: Tensor) -> Tensor:
     return f.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _uncertain(model: nn.Module, name: str) -> Layout:
+def _own_parameters(model: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
     layer = unwrap(model).get_submodule(name)
-    parameters = [(f"{name}.{key}" if name else key, p) for key, p in layer.named_parameters(recurse=False)]
+    return [(f"{name}.{key}" if name else key, p) for key, p in layer.named_parameters(recurse=False)]
+
+
+def _uncertain(model: nn.Module, name: str) -> Layout:
+    parameters = _own_parameters(model, name)
     trainable = [(key, p) for key, p in parameters if p.requires_grad]
     if not trainable:
         warn(f"all parameters of the last layer {name!r} have requires_grad=False; all are treated as uncertain.")

@@ -95,6 +95,11 @@ class Layout:
         """Return the number of weights in all blocks, P."""
         return sum(self.sizes)
 
+    def only(self, indices: Sequence[int]) -> Layout:
+        """Return the layout of some blocks."""
+        parts = tuple(self.scattered[i] for i in indices) if self.scattered else ()
+        return Layout(tuple(self.names[i] for i in indices), tuple(self.shapes[i] for i in indices), parts)
+
     def split(self, vector: Tensor) -> list[Tensor]:  # (..., P) -> [(..., p_b)]
         """Split a vector into its blocks, as views."""
         return list(vector.split(self.sizes, dim=-1))
