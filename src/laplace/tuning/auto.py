@@ -1,8 +1,9 @@
 """Tune without validation data, and do no harm.
 
-`method="auto"` maximises the evidence, of a regression with the noise set from its residuals (noise.py), and then looks
-at a sample of the training data (guard.py). Where the posterior makes the network worse there, the prior precision is
-raised as little as ends that: the widest posterior that does no harm there. What trips even so is warned of.
+`method="auto"` maximises the evidence (in regression, with the noise set from the residuals: noise.py). Then it scores
+a sample of the training data (guard.py). If the posterior predicts the sample worse than the network does, the prior
+precision is raised until it does not: the result is the widest posterior that does no harm on the sample. If no prior
+precision is enough, it warns.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _NO_DATA: Final = (
 
 @dataclass
 class Guard:
-    """Looks at a sample of the training data of a problem. The network runs once."""
+    """Scores posteriors on a sample of a problem's training data. The network runs once."""
 
     problem: Problem
 
     @cached_property
     def validation(self) -> Validation:
-        """Return what predicts the sample."""
+        """Return the object that scores posteriors on the sample."""
         problem = self.problem
         la, loader = problem.la, problem.training_data
         assert loader is not None
@@ -48,7 +49,7 @@ class Guard:
         return Validation(problem.how, runs, None, la.runner.spec.budget)
 
     def look(self, posteriors: Sequence[Posterior]) -> list[Finding]:
-        """Return what each posterior does on the sample."""
+        """Return how each posterior scores on the sample."""
         return findings(self.validation, posteriors)
 
     def mean_variances(self, posteriors: Sequence[Posterior]) -> list[float]:
@@ -56,7 +57,7 @@ class Guard:
         return mean_variances(self.validation, posteriors)
 
     def raised(self, posterior: Posterior) -> tuple[float, Posterior, Finding] | None:
-        """Return the least factor on the prior precision that leaves no more than is allowed; None if none does."""
+        """Return the smallest factor on the prior precision with which the harm is allowed; None if there is none."""
         prior = posterior.prior
         if not isinstance(prior, GaussianPrior):
             return None
@@ -79,7 +80,7 @@ class Guard:
 
 
 def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
-    """Return what was found, with a warning where it makes the network worse on a sample of the training data."""
+    """Return the tuning result, with a warning if it makes the network worse on a sample of the training data."""
     if problem.training_data is None:
         return tuned
     try:
@@ -91,7 +92,7 @@ def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
 
 
 def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
-    """Return what the evidence found, or the widest posterior behind it that does no harm.
+    """Return the result by evidence, or, if that does harm, the widest posterior that does none.
 
     Args:
         problem: what is tuned.
@@ -124,7 +125,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
 
 
 def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
-    """Return the result, with a warning where the guard trips."""
+    """Return the result, with a warning if the posterior makes the network worse."""
     if not found.tripped:
         return tuned
     text = f"after tuning by {tuned.method}, {found}."

@@ -1,4 +1,4 @@
-"""What `la.calibrate` found: a few settings side by side, as a table."""
+"""Hold the result of `la.calibrate`: a few settings side by side, printed as a table."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Calibration:
     sigma_noise: Tensor | None
 
     def cells(self, first: bool, second: bool) -> dict[str, str]:
-        """Return a row of the table. Gains are left out for the setting that they are on."""
+        """Return a row of the table. A setting has no gain over itself."""
         row = {"": self.name, "NLL": f"{self.nll:.4f}"}
         row["gain on network"] = "-" if first else str(self.gain)
         row["gain on rescaled"] = "-" if first or second else str(self.gain_on_rescaled)
@@ -105,22 +105,22 @@ class Calibrated:
 
     @property
     def prior_precision(self) -> Tensor | None:
-        """The prior precision that was chosen; None if the network itself was, and la's is then very large."""
+        """Return the chosen prior precision. None: the network itself was chosen, and la's precision is very large."""
         return self.chosen.prior_precision
 
     @property
     def softmax_temperature(self) -> float:
-        """The softmax temperature that was set."""
+        """Return the softmax temperature that was set."""
         return self.chosen.softmax_temperature
 
     @property
     def sigma_noise(self) -> Tensor | None:
-        """The noise that was set; None for likelihoods without."""
+        """Return the noise that was set; None for likelihoods without noise."""
         return self.chosen.sigma_noise
 
     @property
     def gain(self) -> Gain:
-        """By how much the chosen setting is better than the network."""
+        """Return by how much the chosen setting is better than the network."""
         return self.chosen.gain
 
     def __repr__(self) -> str:

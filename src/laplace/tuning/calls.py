@@ -75,7 +75,7 @@ def tune(
     progress_bar: bool | None = None,
     group: Group = OWN,
 ) -> Tuned:
-    """Set some of 'prior_precision', 'sigma_noise' and 'temperature', and return what was found.
+    """Tune some of 'prior_precision', 'sigma_noise' and 'temperature', set them, and return the result.
 
     Without names it tunes the prior precision, and for regression the noise with it. A prior of another kind is tuned
     by the names of its hyperparameters, as 'scale' of a Student-t (its default), by evidence only.
@@ -177,7 +177,7 @@ def optimize_prior_precision(
     *,
     group: Group = OWN,
 ) -> None:
-    """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
+    """Set the prior precision to the one with the largest evidence, or with the lowest score on validation data.
 
     laplace-torch's call, with its defaults: 'gridsearch' scores the paper's probit approximation, as `la(x)` does.
     `la.tune` does more, returns what it found, and scores the predictions of `la.predict`.
@@ -240,12 +240,12 @@ def optimize_prior_precision(
 
 
 def _shared(la: Tunable) -> str | None:
-    """Say that the posterior is that of several ranks, which must not tune it apart."""
+    """Say that the posterior is shared by several ranks, which must tune it together."""
     return f"a posterior that {la.runner.ranks} ranks fitted together" if la.runner.ranks > 1 else None
 
 
 def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:
-    """Set what was found."""
+    """Set the tuned values."""
     if own := _of_prior(kinds):
         la.prior = la.prior.with_hyperparameters(**{name: tuned.hyperparameters[name] for name in own})
     for kind in (kind for kind in kinds if kind in KINDS):
@@ -254,12 +254,12 @@ def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:
 
 
 def _of_prior(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of those that are hyperparameters of a prior without precisions."""
+    """Return the names that are hyperparameters of a prior without precisions."""
     return tuple(kind for kind in kinds if kind not in KINDS)
 
 
 def _laplace_torch_option(kind: str, side: str) -> str:
-    """How a wider grid is asked for in `optimize_prior_precision`."""
+    """Say how to ask for a wider grid in `optimize_prior_precision`."""
     if kind != "prior_precision":
         return f"la.tune({kind!r}, method='validation', bounds=...)"
     return "log_prior_prec_min=" if side == "lower" else "log_prior_prec_max="

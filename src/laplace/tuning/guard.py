@@ -1,4 +1,4 @@
-"""Look at a sample of the training data after tuning: does the posterior make the network worse?
+"""Check on a sample of the training data whether the tuned posterior makes the network worse.
 
 The prior of largest evidence may leave a posterior so wide that confidences collapse, and a noise may be far from the
 residuals. Both show on the data that the network was fitted to:
@@ -43,7 +43,7 @@ LARGEST_RATIO: Final = 1.5  # of residuals to what is predicted, and of the nois
 
 @dataclass(frozen=True)
 class Finding:
-    """What one posterior does on a sample of the training data.
+    """Holds how one posterior scores on a sample of the training data.
 
     Attributes:
         n: examples in the sample.
@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def harm(self) -> float:
-        """Return how far the negative log-likelihood lies above that of the network itself; 0 with a noise."""
+        """Return by how much the NLL is above that of the network itself; 0 for a likelihood with noise."""
         return 0.0 if self.own is None else self.nll - self.own
 
     @property
@@ -78,7 +78,7 @@ class Finding:
 
     @property
     def allowed(self) -> bool:
-        """Whether `auto` may leave the posterior as it is."""
+        """Whether the harm is small enough for `auto`."""
         return not self.tripped and self.harm <= ALLOWED
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Finding:
 
 
 def size(n_data: int) -> int:
-    """Return how many examples to look at."""
+    """Return how many examples to score."""
     return min(EXAMPLES, max(FEWEST, int(SHARE * n_data)))
 
 
@@ -108,7 +108,7 @@ def residual_variance(found: Fit) -> Tensor:  # ()
 
 
 def findings(validation: Validation, posteriors: Sequence[Posterior]) -> list[Finding]:
-    """Return what each posterior does on the data of `validation`, from one run of the network for all."""
+    """Return how each posterior scores on the data of `validation`; one run of the network serves all."""
     tallies = [_Tally(validation.how, posterior) for posterior in posteriors]
     for forward, targets in validation.inside:
         for tally, prediction in zip(tallies, validation.predictions(posteriors, forward), strict=True):
@@ -128,7 +128,7 @@ def mean_variances(validation: Validation, posteriors: Sequence[Posterior]) -> l
 
 
 class _Tally:
-    """Sums over the sample for one posterior, each example with its weight."""
+    """Sums scores over the sample for one posterior, each example with its weight."""
 
     def __init__(self, how: How, posterior: Posterior) -> None:
         self.how, self.posterior, self.likelihood = how, posterior, posterior.fit.likelihood

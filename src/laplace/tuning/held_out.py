@@ -44,7 +44,7 @@ Setting = tuple[float, float]  # factor of the prior precision, scale
 
 @dataclass(frozen=True)
 class Scored:
-    """How one setting does on every example.
+    """Holds the scores of one setting on every example.
 
     Attributes:
         losses: Negative log-likelihoods, (N,), in float64.
@@ -95,7 +95,7 @@ class HeldOut:
             pass
 
     def scores(self, settings: Sequence[Setting], in_detail: bool = False, few: bool = False) -> list[Scored]:
-        """Score settings, all of them on the same examples in the same order; if `few`, on some of those kept."""
+        """Score all settings on the same examples in the same order; if `few`, on some of the kept examples."""
         by_factor: dict[float, list[Setting]] = {}
         for setting in settings:
             by_factor.setdefault(setting[0], []).append(setting)
@@ -114,7 +114,7 @@ class HeldOut:
         return [_together(found[setting], outside[setting]) for setting in settings]
 
     def _remembered(self, factors: Sequence[float]) -> Iterator[tuple[float, OutputGaussian, Targets]]:
-        """Yield the Gaussians of some factors, and remember what is known of the examples."""
+        """Yield the Gaussians of some factors, and remember labels and weights of the examples."""
         targets: list[Targets] = []
         sums: list[Sums] = []
         for factor, outputs, labels in self._inside.gaussians(factors):
@@ -138,7 +138,7 @@ class HeldOut:
         return Scored(losses, weights, None, *judged(self.likelihood, seen, p, targets, sigma))
 
     def _predicted(self, setting: Setting, outputs: OutputGaussian) -> tuple[OutputGaussian, Tensor | None, Tensor]:
-        """Return the outputs at a scale, what they stand for, and the noise."""
+        """Return the outputs at a scale, their likelihood, and the noise."""
         (factor, scale), sigma = setting, self.posterior.sigma
         if self.scale == "softmax_temperature":
             outputs = outputs.scaled(1 / scale)
@@ -153,7 +153,7 @@ class HeldOut:
 
 
 class _Kept:
-    """The Gaussians of the outputs on a loader, for several factors: kept if they are small, else made again."""
+    """Computes output Gaussians on a loader for several factors. Keeps them if they are small, else runs again."""
 
     def __init__(self, runs: Runs, validation: Validation, posterior: Posterior) -> None:
         self.runs, self.validation, self.posterior = runs, validation, posterior
@@ -189,7 +189,7 @@ class _Kept:
 
     @property
     def _covariances(self) -> bool:
-        """Whether covariances are kept in the place of products with them."""
+        """Whether covariances are kept, instead of products with them."""
         link = self.validation.how.approximation
         return link is not None and link.needs is Products and self.posterior.fit.n_outputs <= _MOST_OUTPUTS
 
@@ -260,7 +260,7 @@ def _together(parts: Sequence[Scored], entropies: Sequence[Tensor]) -> Scored:
 
 
 def _some(outputs: OutputGaussian, limit: int | None) -> OutputGaussian:
-    """Return the Gaussian at no more than so many examples, evenly spread."""
+    """Return the Gaussian at up to that many examples, evenly spread."""
     n = len(outputs.mean)
     return outputs if limit is None or limit >= n else outputs.map_rows(lambda t: t[_spread(n, limit)])
 

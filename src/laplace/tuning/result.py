@@ -1,4 +1,4 @@
-"""What tuning found, and what it looked at on the way."""
+"""Hold the result of tuning, and all points that were evaluated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("prior_precision", "sigma_noise", "temperature")
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of the hyperparameters, and its score.
+    """Holds one setting of the hyperparameters, and its score.
 
     Attributes:
         prior_precision: (), one per tensor or one per weight; nothing, (0,), of a prior without.
@@ -37,7 +37,7 @@ class Point:
 
     @classmethod
     def of(cls, posterior: Posterior, score: float) -> Point:
-        """The setting of a posterior."""
+        """Return the setting of a posterior."""
         prior, rest = posterior.prior, (float(posterior.sigma), posterior.temperature, score)
         if isinstance(prior, GaussianPrior):
             return cls(prior.precision.detach(), *rest)
@@ -61,7 +61,7 @@ class Point:
 
 
 def _shown(value: Tensor) -> str:
-    """One number, or the first few."""
+    """Write one number, or the first few."""
     values = value.reshape(-1)
     if len(values) == 1:
         return f"{float(values[0]):.4g}"
@@ -73,7 +73,7 @@ def _shown(value: Tensor) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Tuned:
-    """The best point, all points in the order in which they were looked at, and what that took.
+    """Holds the best point, all points in the order in which they were evaluated, and the effort.
 
     Attributes:
         method: which was taken: 'evidence'; 'guarded evidence', whose prior precision was raised until the posterior
@@ -101,31 +101,31 @@ class Tuned:
 
     @property
     def prior_precision(self) -> Tensor:
-        """The best prior precision; see `hyperparameters` of a prior without."""
+        """Return the best prior precision. For a prior without precisions, use `hyperparameters`."""
         return self.best.prior_precision
 
     @property
     def hyperparameters(self) -> Mapping[str, Tensor]:
-        """The best hyperparameters, by name, of a prior that is not given by precisions."""
+        """Return the best hyperparameters by name, for a prior that is not given by precisions."""
         return self.best.hyperparameters
 
     @property
     def sigma_noise(self) -> float:
-        """The best noise."""
+        """Return the best noise."""
         return self.best.sigma_noise
 
     @property
     def temperature(self) -> float:
-        """The best temperature."""
+        """Return the best temperature."""
         return self.best.temperature
 
     @property
     def score(self) -> float:
-        """The best log evidence, or the best validation score."""
+        """Return the best log evidence, or the best validation score."""
         return self.best.score
 
     def curve(self, name: str = "prior_precision", index: int = 0) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-        """The values looked at of one hyperparameter, in ascending order, and their scores: what one would plot.
+        """Return the evaluated values of one hyperparameter, in ascending order, and their scores, for a plot.
 
         Args:
             name: which hyperparameter.
@@ -160,7 +160,7 @@ class Tuned:
 
 
 def names_of(names: Sequence[str], prior: Prior, noise: bool) -> list[str]:
-    """The hyperparameters of these names, each once; of no name those of the prior, and the noise if asked for."""
+    """Return the named hyperparameters, each once. Without names: those of the prior, and the noise if asked for."""
     gaussian = isinstance(prior, GaussianPrior)
     valid = KINDS if gaussian else [*prior.hyperparameters, *KINDS[1:]]
     usual = ["prior_precision"] if gaussian else list(prior.tuned)

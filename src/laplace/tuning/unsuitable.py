@@ -1,4 +1,4 @@
-"""What speaks against validation data: it was trained on, is too small, lacks classes, or is in other units."""
+"""Say what speaks against validation data: it was trained on, is too small, lacks classes, or is in other units."""
 
 from __future__ import annotations
 
