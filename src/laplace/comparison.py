@@ -164,7 +164,10 @@ def compare(
         raise OptionError(f"compare({shown(posteriors)}): a list of two or more Laplace objects is needed.")
     called = [f"{i}" for i in range(len(las))] if names is None else list(names)
     if len(called) != len(las) or len({*called}) < len(called) or not all(isinstance(name, str) for name in called):
-        raise OptionError(f"names={shown(names)}: a name of its own for each of {len(las)} posteriors is needed.")
+        raise OptionError(
+            f"names={shown(names)}: a name of its own for each of {len(las)} posteriors is needed. Give {len(las)} "
+            "different strings."
+        )
     with plain():
         measured = [_measured(la, val_loader, train_loader) for la in las]
     rows = tuple(Compared(name, **numbers) for name, (numbers, _) in zip(called, measured, strict=True))

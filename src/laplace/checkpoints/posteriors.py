@@ -206,7 +206,8 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
         told = {_YOURS: made.described}
     if given.described != told[_YOURS]:
         raise CheckpointError(
-            f"{str(path)!r} has the structure {told[_YOURS]!r}; hessian_structure= is {given.described!r}."
+            f"{str(path)!r} has the structure {told[_YOURS]!r}; hessian_structure= is {given.described!r}. Pass the "
+            "structure that it was fitted with."
         )
     return given
 
@@ -226,7 +227,8 @@ def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:
         )
     if given.label != told[_YOURS]:
         raise CheckpointError(
-            f"{str(path)!r} has the subset of weights {told[_YOURS]!r}; subset_of_weights= is {given.label!r}."
+            f"{str(path)!r} has the subset of weights {told[_YOURS]!r}; subset_of_weights= is {given.label!r}. Pass "
+            "the subset that it was fitted with."
         )
     return given
 
@@ -242,7 +244,10 @@ def _curvature_of(options: dict[str, Any], given: Estimator | None, path: Any) -
         raise OptionError(f"curvature={shown(given)} must be the estimator itself, as in MyEstimator().")
     if (given.name, given.vectors) != (told, samples):
         there, here = (f"{name!r} of {n} vectors" for name, n in ((told, samples), (given.name, given.vectors)))
-        raise CheckpointError(f"{str(path)!r} has the curvature {there}; curvature= is {here}.")
+        raise CheckpointError(
+            f"{str(path)!r} has the curvature {there}; curvature= is {here}. Pass the curvature that it was fitted "
+            "with."
+        )
     return given
 
 
@@ -290,7 +295,10 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
             return _made(told.get("kind", told["name"]), told.get("options", {}), path)
         raise _missing(path, "likelihood", told["name"], "likelihood=")
     if (name := likelihood_named(given).described) != told["name"]:
-        raise CheckpointError(f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}.")
+        raise CheckpointError(
+            f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}. Pass the likelihood that it "
+            "was fitted with."
+        )
     return likelihood_named(given)
 
 

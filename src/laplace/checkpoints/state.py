@@ -230,7 +230,10 @@ def _require_dtype(runner: Runner, layout: Layout, dtype: torch.dtype) -> None:
     parameters = {plain_name(name): p for name, p in unwrap(runner.model).named_parameters()}
     dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
     if dtypes != {dtype}:
-        raise InputError(f"the state belongs to a network in {dtype}; here it would be in {dtypes.pop()}.")
+        raise InputError(
+            f"the state belongs to a network in {dtype}; this network is in {dtypes.pop()}. Write model.to({dtype}) "
+            "first."
+        )
 
 
 def _after_earlier_tasks(prior: Prior, fit: Fit, earlier: Sums, state: Mapping[str, Any]) -> CurvedPrior:

@@ -322,11 +322,17 @@ class Conformal:
     def _predicted(self, x: Any, model_kwargs: dict[str, Any]) -> Prediction | PredictionAtPositions:
         if isinstance(x, (Prediction, PredictionAtPositions)):
             if x.kind != self.kind:
-                raise InputError(f"this is a prediction of {x.kind}; calibration was with one of {self.kind}.")
+                raise InputError(
+                    f"this is a prediction of {x.kind}; calibration was with one of {self.kind}. Give a prediction of "
+                    "the posterior that was calibrated."
+                )
             groups = rows_of(x).mean.shape[1]
             expected = self._n_classes if self.kind == "classes" else self._kept.shape[1]
             if groups != expected:
-                raise InputError(f"the prediction has {groups} outputs; calibration was with {expected}.")
+                raise InputError(
+                    f"the prediction has {groups} outputs; calibration was with {expected}. Give a prediction of the "
+                    "posterior that was calibrated."
+                )
             return x
         self._require_current()
         return predict(self._required_source(), x, **self.options, **model_kwargs)

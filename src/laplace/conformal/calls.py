@@ -178,7 +178,10 @@ def _calibrated(
         raise InputError("the data to calibrate on holds no example.")
     scores = torch.cat(kept).cpu()
     if not scores.isfinite().all():
-        raise InputError("a score of a calibration example is NaN or infinite: its predicted deviation may be zero.")
+        raise InputError(
+            "a score of a calibration example is NaN or infinite: its predicted standard deviation may be zero. Take "
+            "method='absolute', which does not divide by it, or look at the labels."
+        )
     own = torch.cat(labels).cpu() if by_class else None
     made = Conformal(rule, scores, own, n_classes, kind, level, source, options)
     made.threshold()  # warns if there are too few examples for the level

@@ -216,7 +216,8 @@ class Runner:
             if forward.positions.c != fit.n_outputs:
                 self._refuse_if_single(inputs, fit, None)
                 raise InputError(
-                    f"the outputs have {forward.positions.c} classes or outputs each; fitted on (N, {fit.n_outputs})."
+                    f"the network returns {forward.positions.c} outputs for each example, and returned {fit.n_outputs} "
+                    "when the posterior was fitted. Give inputs of the same kind, or fit again."
                 )
             check_finite(forward.outputs, "the network's outputs hold", forward.positions.count, seen)
             seen += forward.positions.n

@@ -201,7 +201,10 @@ def prior_mean(la: Holder) -> Tensor:
     """Return the prior's mean, a scalar or one value per weight. Setting it needs no refit."""
     mean = getattr(la.values.prior, "mean", None)
     if mean is None:
-        raise UnsupportedError(f"the prior is {la.values.prior}, which has no mean of its own.")
+        raise UnsupportedError(
+            f"the prior is {la.values.prior}, which has no mean. Priors with a mean are GaussianPrior, StudentT, "
+            "SmoothedLaplace and CorrelatedGaussian."
+        )
     return mean
 
 
@@ -318,4 +321,6 @@ def device_named(value: Any) -> torch.device:
     try:
         return torch.device(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"device={shown(value)} is no device of torch here, as 'cpu' is: {error}") from None
+        raise OptionError(
+            f"device={shown(value)} is not a torch device here; write 'cpu' or 'cuda'. ({error})"
+        ) from None

@@ -104,7 +104,9 @@ class _LaplaceEstimator(BaseEstimator):
         la = Laplace(self.module_, self._task, self.subset_of_weights, self.hessian_structure, **options)
         la.fit(x, y=y, batch_size=self.batch_size, generator=torch.Generator().manual_seed(seed))
         if la.n_outputs != n_outputs:
-            raise OptionError(f"the network has {la.n_outputs} outputs; y needs {n_outputs}.")
+            raise OptionError(
+                f"the network has {la.n_outputs} outputs; y needs {n_outputs}. Give the network {n_outputs} outputs."
+            )
         if self.tune is not None:
             la.tune(method=self.tune)
         if held_out is not None:

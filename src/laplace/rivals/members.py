@@ -90,7 +90,10 @@ class Members(Rival):
                 self.likelihood.check_outputs(rows)
                 check_finite(rows, "the network's outputs hold", positions.count)
                 if found and positions != found[0][0]:
-                    raise InputError(f"the outputs are {tuple(f.shape)}; those of the first are {found[0][0].grid}.")
+                    raise InputError(
+                        f"the outputs of one network have shape {tuple(f.shape)}, which differs from those of the "
+                        f"first: {found[0][0].c} at {found[0][0].grid}. All networks must return the same shape."
+                    )
                 if answer is not None:
                     answer.count(rows, rows.shape[1])
             found.append((positions, rows))

@@ -150,7 +150,7 @@ class Mixture(Rival):
             if seen[-1] != seen[0]:
                 raise InputError(
                     f"the members' outputs have different shapes: {seen[0].c} at {seen[0].grid} and {seen[-1].c} at "
-                    f"{seen[-1].grid}."
+                    f"{seen[-1].grid}. All members must return the same shape."
                 )
         return seen[0], found
 

@@ -87,7 +87,10 @@ class SWAG(Members):
         require_values(model)
         self._model, self.rank = model, whole_number(rank, "rank", 0)
         if self.rank == 1:
-            raise OptionError("rank=1 has no variance, which needs two deviations. Write 0 for a diagonal Gaussian.")
+            raise OptionError(
+                "rank=1 is not allowed: a low-rank covariance needs two deviations. Write rank=2 or more, or rank=0 "
+                "for a diagonal Gaussian."
+            )
         self.n_samples = whole_number(n_samples, "n_samples", 2)
         self.scale, self.seed = one_positive(scale, "scale"), whole_number(seed, "seed", 0)
         self._moments, self._buffers = Moments(self.rank), list[dict[str, Tensor]]()

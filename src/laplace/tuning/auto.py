@@ -26,7 +26,7 @@ from laplace.tuning.validation import Validation
 _DECADES: Final = 6  # by which the prior precision is raised at most
 _STEPS: Final = 8  # in the decade that is chosen
 _NO_DATA: Final = (
-    "not looked at: there is no training data at hand (train_loader=). See that the confidence is not far below the "
+    "not checked: no training data is available (train_loader=). Check that the confidence is not far below the "
     "accuracy."
 )
 
@@ -87,7 +87,7 @@ def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
         guard = Guard(problem)
         (found,) = guard.look([tuned.best.applied(problem.la.posterior.detached())])
     except Exception as error:  # whatever a loader may raise: the result is there
-        return _noting(tuned, f"the training data could not be looked at: {error}")
+        return _noting(tuned, f"not checked: the training data could not be read: {error}")
     return _judged(guard, tuned, found)
 
 
@@ -107,7 +107,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
     try:
         (found,) = guard.look([posterior])
     except Exception as error:  # whatever a loader may raise: the evidence needs no data
-        return _noting(tuned, f"not looked at: the training data could not be read: {error}")
+        return _noting(tuned, f"not checked: the training data could not be read: {error}")
     if noisy:
         found = replace(found, ratio=None)  # what other weights do not know may be more than the residuals
     if found.allowed:
@@ -117,7 +117,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         best = Point.of(narrower, float(narrower.log_evidence))
         why = (
             f"the prior of largest evidence makes the network worse: {found}. Its precision was raised "
-            f"{factor:.3g}-fold, as little as brings the negative log-likelihood to {after.nll:.3f}"
+            f"{factor:.3g}-fold, just enough to bring the negative log-likelihood to {after.nll:.3f}"
         )
         why += "." if after.confidence is None else f" and the confidence to {after.confidence:.3f}."
         return _noting(replace(tuned, method="guarded evidence", best=best, points=(*tuned.points, best)), why)
@@ -134,7 +134,9 @@ def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
         if found.nll > before.nll:
             text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
     instead = " la.tune() (method='auto') finds a prior that does no harm." if tuned.method == "evidence" else ""
-    text += f" Predictions on new inputs will be off.{instead} With validation data write la.calibrate(val_loader)."
+    text += (
+        f" Predictions on new inputs will be worse, too.{instead} With validation data write la.calibrate(val_loader)."
+    )
     warn(text)
     return _noting(tuned, text)
 

@@ -43,8 +43,8 @@ def maximise_evidence(
     """Return the point of maximal evidence, from `start`, (K,). Coordinates that are `held` stay fixed."""
     if space.temperature:
         raise UnsupportedError(
-            "the evidence has no optimum in the temperature: p(D given theta)^(1/T) is no normalised likelihood, and "
-            "only rewards forgetting the data (T to infinity). Tune it with method='validation', val_loader=..."
+            "the evidence has no optimum in the temperature: p(data given theta)^(1/T) is not a normalised likelihood, "
+            "and grows as the data is ignored (T to infinity). Tune it with method='validation', val_loader=..."
         )
     problem = _Problem(space)
     fixed = torch.zeros_like(start, dtype=torch.bool) if held is None else held

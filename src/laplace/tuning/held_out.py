@@ -138,7 +138,7 @@ class HeldOut:
         return Scored(losses, weights, None, *judged(self.likelihood, seen, p, targets, sigma))
 
     def _predicted(self, setting: Setting, outputs: OutputGaussian) -> tuple[OutputGaussian, Tensor | None, Tensor]:
-        """Return the outputs at a scale, their likelihood, and the noise."""
+        """Return the outputs at a scale, their mean through the link (None without one), and the noise."""
         (factor, scale), sigma = setting, self.posterior.sigma
         if self.scale == "softmax_temperature":
             outputs = outputs.scaled(1 / scale)

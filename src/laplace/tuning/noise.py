@@ -78,7 +78,7 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned], mean
         own = by_joint_evidence(posterior, residual)
         return _noting(_held(problem, by_evidence, own), f"{said}; the noise is that of the largest evidence.")
     if problem.training_data is None:
-        return _without(problem, by_evidence, residual, said, "there is no training data at hand (train_loader=)")
+        return _without(problem, by_evidence, residual, said, "no training data is available (train_loader=)")
     try:
         noise = of_all_weights(problem.la.runner, problem.training_data, posterior.fit, residual)
         tuned, how = _shared(problem, _held(problem, by_evidence, noise), noise, residual, mean_variances)
@@ -168,9 +168,9 @@ def _without(problem: Problem, by_evidence: Callable[[Problem], Tuned], residual
     else:
         noise, off = (
             own,
-            "that of the largest evidence; intervals will be too narrow, for other weights were fitted",
+            "that of the largest evidence; intervals will be too narrow, because other weights were trained, too",
         )
-    text = f"{said}. What all weights do not know could not be counted: {why}. The noise is {off}."
+    text = f"{said}. The uncertainty of all weights could not be taken into account: {why}. The noise is {off}."
     problem.la.runner.warn_once("noise of all weights", f"{text} With validation data write la.calibrate(val_loader).")
     return _noting(_held(problem, by_evidence, noise), text)
 

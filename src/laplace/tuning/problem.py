@@ -141,7 +141,7 @@ class Problem:
         loader, runner = self.training_data, self.la.runner
         if loader is None:
             raise OptionError(
-                "leave-one-out tuning reads the training data again, and there is none at hand: fit was given an "
+                "leave-one-out tuning reads the training data again, and there is none available: fit was given an "
                 "iterator or added to earlier data, or the posterior comes from a file or a copy. Give train_loader=."
             )
         fit, count = self.la.posterior.fit, len(self.space.kinds)
