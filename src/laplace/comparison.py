@@ -1,8 +1,8 @@
 """`laplace.compare`: evidence, effective parameters, leave-one-out and validation scores of several posteriors.
 
-Not all of these numbers may be compared. The evidence is that of the uncertain weights given all others: two last
-layers on different features are two questions. What may not be compared is shown in brackets, with the reason, and
-`best` refuses it.
+Not all of these numbers are comparable. The evidence takes all weights but the uncertain ones as given: evidences of
+last layers on different features answer different questions. Numbers that are not comparable are shown in brackets,
+with the reason, and `best` refuses them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOWER: Final = ("loo", "validation")  # where lower is better
 
 @dataclass(frozen=True)
 class Compared:
-    """The numbers of one posterior, at its hyperparameters as they are.
+    """Holds the numbers of one posterior, at its current hyperparameters.
 
     Attributes:
         name: what it is called in the table.
@@ -68,7 +68,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several posteriors side by side; prints as a table, and `comparison["name"]` is one of them.
+    """Shows several posteriors side by side. Prints as a table; `comparison["name"]` is one of them.
 
     Attributes:
         rows: a `Compared` for each.
@@ -142,7 +142,7 @@ def compare(
     train_loader: Iterable[Any] | None = None,
     names: Sequence[str] | None = None,
 ) -> Comparison:
-    """Compare fitted posteriors at their hyperparameters as they are: tune each before, all by the same method.
+    """Compare fitted posteriors at their current hyperparameters. Tune each of them before, all by the same method.
 
     The log evidence needs no data. Leave-one-out predictions need the training data, or 5,000 examples of it.
 
@@ -210,7 +210,7 @@ def _measured(la: Laplace, val_loader: Any, train_loader: Any) -> tuple[dict[str
 
 
 class _Scores:
-    """Negative log-likelihoods of examples, and their weighted mean with its standard error."""
+    """Holds negative log-likelihoods of examples, and computes their weighted mean with its standard error."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood, self.values, self.weights = likelihood, list[Tensor](), list[Tensor]()
@@ -232,7 +232,7 @@ class _Scores:
 
 
 def _effective(posterior: Posterior) -> float | None:
-    """Return P - tr(D Sigma), the number of directions that the data have fixed."""
+    """Return P - tr(D Sigma), the effective number of parameters: directions that the data has determined."""
     prior, found = posterior.prior, posterior.fit
     if type(prior) is not GaussianPrior or found.structure.functional:
         return None
@@ -242,7 +242,7 @@ def _effective(posterior: Posterior) -> float | None:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What is seen of a posterior to tell whether its numbers may be compared."""
+    """Holds what decides whether the numbers of a posterior are comparable with others."""
 
     name: str
     la: Laplace

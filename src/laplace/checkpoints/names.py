@@ -30,8 +30,7 @@ def renaming(names: Mapping[str, str], known: Iterable[str]) -> Rename:
     idle = [old for old in names if old and not any(name == old or name.startswith(f"{old}.") for name in known)]
     if idle:
         raise OptionError(
-            f"names= has {idle[0]!r}, and the file has no parameter or module of this name. It has: "
-            f"{', '.join(known[:6])}."
+            f"names= has {idle[0]!r}; the file has no such parameter or module. It has: {', '.join(known[:6])}."
         )
     if len({*map(rename, known)}) < len(known):
         raise OptionError(

@@ -1,4 +1,4 @@
-"""`Conformal`: predictions of any source with sets and intervals that hold y as often as promised.
+"""Provide `Conformal`: sets and intervals that contain y with a guaranteed probability, for predictions of any source.
 
 What is promised: if the calibration examples and a new one are exchangeable (drawn from one distribution, say), the set
 of the new one holds its y with probability at least `level`, for any network, posterior and number of examples. It is a
@@ -32,7 +32,7 @@ KIND = "conformal predictor"
 
 
 class Conformal:
-    """Sets and intervals with guaranteed coverage. Made by `la.conformal(cal_loader)` or `from_predictions`.
+    """Makes sets and intervals with guaranteed coverage. Created by `la.conformal(cal_loader)` or `from_predictions`.
 
     Attributes:
         rule: The score, with its options.
@@ -111,7 +111,7 @@ class Conformal:
         return q
 
     def interval(self, x: Any, level: float | None = None, **model_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return intervals that hold y with probability at least `level`, each output by itself.
+        """Return intervals that contain y with probability at least `level`, for each output separately.
 
         Args:
             x: Inputs as `predict` takes them, a DataLoader included, or a prediction that was made already.
@@ -142,7 +142,7 @@ class Conformal:
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor:  # (N, K) or (N, C, 2)
-        """Return sets of classes that hold the true one with probability at least `level`.
+        """Return sets of classes that contain the true class with probability at least `level`.
 
         Args:
             x: Inputs as `predict` takes them, a DataLoader included, or a prediction that was made already.
@@ -179,7 +179,7 @@ class Conformal:
         generator: torch.Generator | None = None,
         progress_bar: bool | None = None,
     ) -> CoverageTest:
-        """Count how many labelled examples lie in their set, and compare with what exchangeable ones would give.
+        """Measure the coverage on labelled examples, and compare it with that of exchangeable examples.
 
         Args:
             test_loader: Batches (x, y) that were used neither for training nor for calibration; or inputs, with labels

@@ -1,4 +1,4 @@
-"""Calibrate: `la.conformal(cal_loader)`, or of predictions that are there already."""
+"""Calibrate by `la.conformal(cal_loader)`, or on predictions that exist already."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def conformal(
     generator: torch.Generator | None = None,
     progress_bar: bool | None = None,
 ) -> Conformal:
-    """Calibrate intervals or sets that hold y with probability at least `level`, whatever the network and posterior.
+    """Calibrate intervals or sets that contain y with probability at least `level`, for any network and posterior.
 
     The guarantee is for new examples that are exchangeable with those of `cal_loader`, on average over inputs.
     Take examples that were used neither for training nor for tuning.
@@ -117,7 +117,7 @@ def from_predictions(
     k_reg: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Conformal:
-    """Calibrate on predictions that are there already, of whatever made them.
+    """Calibrate on predictions that exist already, from any source.
 
         conformal = from_predictions(la.predict(x_cal), y_cal)
         conformal.interval(la.predict(x_new))

@@ -1,4 +1,4 @@
-"""Active learning: which inputs of a pool are worth a label.
+"""Choose which inputs of a pool to label (active learning).
 
     chosen = acquire(la, pool, n=10, method="batch_bald")
     pool[chosen.indices]
@@ -36,7 +36,7 @@ _USE = "Take 'classification', 'binary' with one output, 'ordinal' or 'regressio
 
 @dataclass(frozen=True)
 class Acquisition:
-    """Inputs of a pool that were chosen.
+    """Holds the inputs of a pool that were chosen.
 
     Attributes:
         indices: Which inputs, (n,), the best first.
@@ -123,7 +123,7 @@ def score(
     n_samples: int = 200,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (N,)
-    """Return the score of each input of a pool by itself; larger is more worth a label.
+    """Return the score of each single input of a pool. Inputs with larger scores are more useful to label.
 
     Args:
         la: A fitted posterior.
@@ -166,7 +166,7 @@ def score(
 
 
 def _is_regression(la: Source) -> bool:
-    """Whether y is real. Refuse what is neither that nor one of several classes."""
+    """Whether y is real. Refuse likelihoods that are neither regression nor one of several classes."""
     likelihood = la.likelihood
     if isinstance(likelihood, (OneOfSeveral, Bernoulli)):
         return False
@@ -227,7 +227,7 @@ def _gaussian_scores(la: Source, x: Tensor, method: str, targets: Tensor | None)
 
 
 def _gaussian_batch(la: Source, x: Tensor, n: int) -> Acquisition:
-    """Choose the batch with the most information, one input after the other: 1/2 log det(I + noise^-1 K)."""
+    """Choose the most informative batch greedily, one input after the other, by 1/2 log det(I + noise^-1 K)."""
     _require_enough(n, len(x))
     noise = _noise(la, x)
     left = joint_blocks(la, x.unsqueeze(1)).covariance.double()  # given the chosen, (N, C, C)

@@ -1,4 +1,4 @@
-"""Functions drawn from a posterior: draws of the weights that can be evaluated at any inputs, again and again."""
+"""Draw functions from a posterior: draws of the weights that can be evaluated at any inputs, repeatedly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DrawnFunctions:
 def draw_functions(
     la: Source, n_samples: int = 1, pred_type: str = "glm", generator: torch.Generator | None = None
 ) -> DrawnFunctions:
-    """Draw functions from a posterior, as for Thompson sampling: choose x, and maximise one of them.
+    """Draw functions from a posterior, for example for Thompson sampling: maximise one of them over x.
 
     Nothing is stored but a seed: each call draws the same weights again, which costs what `la.sample` costs.
 

@@ -1,4 +1,4 @@
-"""How sure a score is, given that its test set could have been another one."""
+"""Compute how much a score would vary with another test set of the same size."""
 
 from __future__ import annotations
 

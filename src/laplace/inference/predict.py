@@ -386,7 +386,7 @@ def pred_type_named(name: str, functional: bool) -> str:
 
 
 def _wanted(response: Response, independent: bool) -> Query:
-    """Return what a full prediction asks for."""
+    """Return the query of a full prediction."""
     if response.only_differences:
         return Contrasts(covariances=not independent, beside=True)
     return Variances() if independent else Covariances()
@@ -430,13 +430,13 @@ def _linked(
 
 
 def _needed(link: Link, independent: bool) -> Query:
-    """Return what a link asks for; less if the outputs are to be treated as independent: their variances alone."""
+    """Return the query of a link; only variances if the outputs are to be treated as independent."""
     need = link.needs()
     return Variances() if independent and need != Contrasts() else need
 
 
 def _require_own_mean(p: Any, n: int, name: str) -> None:
-    """Refuse what a link of the user returned, if it is no mean: another shape than (N, K), or NaN."""
+    """Refuse a result of the user's link that is not a mean: a shape other than (N, K), or NaN."""
     if name != "own link":
         return
     if not isinstance(p, Tensor) or p.dim() != 2 or len(p) != n:

@@ -1,4 +1,4 @@
-"""The values of a Laplace approximation: what the data left, the prior, the noise and the temperatures.
+"""Hold the values of a Laplace approximation: sums over the data, the prior, the noise and the temperatures.
 
     prior_precision(la), set_prior_precision(la, 2.0)
 
@@ -129,7 +129,7 @@ def is_fitted(la: Holder) -> bool:
 
 
 def training_data(la: Holder) -> Iterable[Any] | None:
-    """Return what `fit` was given, for tuning; a reference, which is not in files, pickles and copies.
+    """Return a reference to the data of `fit`, for tuning. It is not part of files, pickles and copies.
 
     None if it was an iterator, or was added to earlier data.
     """
@@ -171,7 +171,7 @@ def log_marginal_likelihood(
 
 
 def prior(la: Holder) -> Prior:
-    """Return the prior as a whole, with what earlier tasks left. Setting it needs no refit."""
+    """Return the prior, including the curvature of earlier tasks. Setting it needs no refit."""
     return la.values.prior
 
 

@@ -185,7 +185,7 @@ class LaplaceModule(LightningModule):
 
 
 class _Unpacked:
-    """The batches of a loader, each made into (x, y)."""
+    """Yields the batches of a loader, each unpacked into (x, y)."""
 
     def __init__(self, loader: Any, unpack: Callable[[Any], tuple[Any, Any]]) -> None:
         self.loader, self.unpack = loader, unpack

@@ -41,7 +41,7 @@ __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
 
 class _LaplaceEstimator(BaseEstimator):
-    """What both estimators share: training, the posterior, its tuning."""
+    """Holds what both estimators share: training, the posterior, its tuning."""
 
     _task: str
 
@@ -84,7 +84,7 @@ class _LaplaceEstimator(BaseEstimator):
 
     @abstractmethod
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what the network is trained with."""
+        """Return the training loss."""
 
     def _fit(self, x: np.ndarray, y: np.ndarray, n_outputs: int, classes: bool) -> Self:
         """Train the network on arrays and fit its posterior. `y` is what the network's outputs are compared with."""

@@ -141,7 +141,7 @@ class Mixture(Rival):
     def _answers(
         self, asked: Sequence[tuple[Member, Query]], inputs: Inputs, answer: Answer | None
     ) -> tuple[Positions, list[Outputs]]:
-        """Return what each member answers, at all inputs together."""
+        """Return the outputs of each member, at all inputs together."""
         seen, found = [], []
         for member, need in asked:
             shape = Reshaper()

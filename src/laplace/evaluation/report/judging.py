@@ -1,4 +1,4 @@
-"""The rules behind the verdicts: each looks at some numbers, and says something or nothing."""
+"""Define the rules behind the verdicts. Each looks at some numbers, and yields a verdict or none."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ GRADES: Final = ("bad", "warn", "good", "note")  # the order in which they are t
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where on a report finds fault. Each may be set: `Thresholds(calibration=0.01, level=0.95)`.
+    """Holds the limits beyond which a report criticises. Each can be set: `Thresholds(calibration=0.01, level=0.95)`.
 
     A difference counts only if its bootstrap interval excludes zero, too.
 

@@ -17,7 +17,7 @@ from laplace.likelihoods.bernoulli import Multilabel
 
 @dataclass
 class UncertainOutput(ModelOutput):
-    """What a `BayesianModel` returns.
+    """Holds the outputs of a `BayesianModel`.
 
     Attributes:
         logits: the link's inverse of the predictive: its softmax (sigmoid for 'binary' and 'multilabel') is the
@@ -54,21 +54,21 @@ class BayesianModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The configuration of the network."""
+        """Return the configuration of the network."""
         return getattr(self.model, "config", None)
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Return the device of the network."""
         return next(self.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the network's parameters."""
+        """Return the dtype of the network's parameters."""
         return next(self.model.parameters()).dtype
 
     def can_generate(self) -> bool:
-        """Return False: this predicts, and writes no text."""
+        """Return False: this model predicts, and does not generate text."""
         return False
 
     def to(self, *args: Any, **kwargs: Any) -> BayesianModel:  # type: ignore[override]
