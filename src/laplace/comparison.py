@@ -149,8 +149,8 @@ def compare(
     Args:
         posteriors: two or more, fitted.
         val_loader: batches (x, y) that were not trained on.
-        train_loader: what all were fitted to; each one's own `training_data` if left out.
-        names: what to call them; by number if left out.
+        train_loader: the data that all were fitted to; the `training_data` of each by default.
+        names: their names; numbers by default.
 
     Returns:
         A table, which says which numbers may be compared; `best` refuses the others.

@@ -61,7 +61,7 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
             after a fit of several ranks, the first rank writes it and nobody waits.
 
     Raises:
-        NotFittedError: before `fit`.
+        NotFittedError: `fit` was not called yet.
         UnsupportedError: a network whose weights have changed since.
     """
     path, with_data = path_of(path, "path"), flag(with_data, "with_data")

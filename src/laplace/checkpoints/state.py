@@ -55,7 +55,7 @@ def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
         with_data: needed for a 'gp', which is made of some points of the data.
 
     Raises:
-        NotFittedError: before `fit`.
+        NotFittedError: `fit` was not called yet.
         UnsupportedError: a 'gp' without `with_data`.
     """
     with_data, points = flag(with_data, "with_data"), la.posterior.fit.points

@@ -67,7 +67,7 @@ def read(path: Path, target: str | None = None, labelled: bool = True) -> Table:
 
     Args:
         path: The file, .npz, .safetensors or .csv.
-        target: Of a .csv file, the name or number of the column with the labels; the last one if left out.
+        target: For a .csv file, the name or number of the column with the labels; the last one by default.
         labelled: Whether a .csv file has labels for certain. If not, it has them only if `target` names a column of it.
 
     Raises:

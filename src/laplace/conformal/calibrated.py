@@ -84,7 +84,7 @@ class Conformal:
         """Return the largest score that still belongs to a set, for each output or label; and each class, if asked.
 
         Args:
-            level: Between 0 and 1; that of the object if left out.
+            level: Between 0 and 1; that of the object by default.
 
         Returns:
             (G,), or (G, K) with `class_conditional`. Infinite, with a warning once for each level, where there are too
@@ -115,7 +115,7 @@ class Conformal:
 
         Args:
             x: Inputs as `predict` takes them, a DataLoader included, or a prediction that was made already.
-            level: Between 0 and 1; that of the object if left out.
+            level: Between 0 and 1; that of the object by default.
             **model_kwargs: Passed on to the network.
 
         Returns:
@@ -146,11 +146,11 @@ class Conformal:
 
         Args:
             x: Inputs as `predict` takes them, a DataLoader included, or a prediction that was made already.
-            level: Between 0 and 1; that of the object if left out.
+            level: Between 0 and 1; that of the object by default.
             allow_empty: Whether sets may be empty: then no class fits the prediction as well as promised. False adds
                 the most probable class to these, which can only raise the coverage.
             generator: What 'aps' and 'raps' draw from, unless they were made with randomized=False. torch's global one
-                if left out.
+                by default.
             **model_kwargs: Passed on to the network.
 
         Returns:
@@ -185,7 +185,7 @@ class Conformal:
             test_loader: Batches (x, y) that were used neither for training nor for calibration; or inputs, with labels
                 beside them; or a prediction, with labels beside it.
             y: Labels, if `test_loader` has none.
-            level: Between 0 and 1; that of the object if left out.
+            level: Between 0 and 1; that of the object by default.
             generator: What 'aps' and 'raps' draw from.
             progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
 

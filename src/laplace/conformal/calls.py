@@ -57,17 +57,17 @@ def conformal(
         method: The score. For regression: 'scaled' by the predictive standard deviation, 'absolute', or 'cqr', the
             predictive's quantiles moved by one amount. For counts: 'scaled'. For classes: 'lac', all classes above one
             probability, with the smallest sets; 'aps' and 'raps', with sets that adapt to how hard an input is. For
-            labels: 'lac'. The first of these if left out.
+            labels: 'lac'. The first of these by default.
         y: The labels, if `cal_loader` is the inputs of all data.
         class_conditional: Whether the promise is made for each true class by itself (Mondrian). It takes as many
             examples of every class as `level` asks for: at least 9 at 0.9, 99 at 0.99.
         randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
-        penalty: For 'raps', what each class beyond `k_reg` adds to the score; 0.01 if left out.
-        k_reg: For 'raps', how many classes are free; 5 if left out.
+        penalty: For 'raps', how much each class beyond `k_reg` adds to the score; 0.01 by default.
+        k_reg: For 'raps', how many classes are free; 5 by default.
         pred_type: As for `predict`.
         link_approx: As for `predict`.
         n_samples: As for `predict`.
-        generator: What 'aps' and 'raps', and draws of predictions, use. torch's global one if left out.
+        generator: The random generator of 'aps', 'raps' and draws of predictions. torch's global one by default.
         progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
 
     Returns:
@@ -129,9 +129,9 @@ def from_predictions(
         method: As for `la.conformal`.
         class_conditional: Whether the promise is made for each true class by itself (Mondrian).
         randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
-        penalty: For 'raps', what each class beyond `k_reg` adds to the score; 0.01 if left out.
-        k_reg: For 'raps', how many classes are free; 5 if left out.
-        generator: What 'aps' and 'raps' draw from. torch's global one if left out.
+        penalty: For 'raps', how much each class beyond `k_reg` adds to the score; 0.01 by default.
+        k_reg: For 'raps', how many classes are free; 5 by default.
+        generator: The random generator of 'aps' and 'raps'. torch's global one by default.
 
     Returns:
         A `Conformal`, whose calls take predictions instead of inputs.

@@ -74,11 +74,11 @@ def acquire(
             of the whole batch (Kirsch et al. 2019); 'epig', of a label about the labels at `targets` (Smith et al.
             2023); 'entropy' of the prediction; 'margin', small between the two likeliest classes.
         targets: For 'epig', inputs where the predictions shall be good, in a form like that of `pool`. The pool itself
-            if left out.
+            by default.
         n_samples: For classes, how many functions are drawn.
         combinations: For 'batch_bald' with classes, how many combinations of labels are summed; if there are more, as
             many are drawn.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
 
     Returns:
         The chosen indices and their scores.
@@ -131,7 +131,7 @@ def score(
         method: As in `acquire`. 'batch_bald' of single inputs is 'bald'.
         targets: For 'epig', as in `acquire`.
         n_samples: For classes, how many functions are drawn.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
 
     Returns:
         (N,), float64, in nats except for 'margin'.

@@ -58,7 +58,7 @@ def draw_functions(
         n_samples: How many functions, S.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights. They are
             the same for a last layer.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
 
     Returns:
         A callable: N inputs to outputs (S, N, C).

@@ -141,7 +141,7 @@ def selective_accuracy(
         probs: Probabilities, (N, C).
         y: Class indices, (N,).
         coverage: Share of examples to answer, above 0 and up to 1; rounded up to whole examples.
-        uncertainty: Score of each example, (N,). Higher means less certain. One minus the top probability if left out.
+        uncertainty: Score of each example, (N,). Higher means less certain. One minus the top probability by default.
 
     Returns:
         A number between 0 and 1; larger is better.

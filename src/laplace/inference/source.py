@@ -163,7 +163,7 @@ def outputs_of(la: Fitted, inputs: Inputs, need: Query, answer: Answer | None = 
         answer: counts what the caller keeps, which is refused before it would not fit into memory.
 
     Raises:
-        NotFittedError: before `fit`.
+        NotFittedError: `fit` was not called yet.
         MemoryBudgetError: an answer that would not fit into memory.
     """
     posterior, runner = la.posterior, la.runner

@@ -144,14 +144,14 @@ def log_marginal_likelihood(
     """Return the log evidence, differentiable in both arguments; values that are given are kept, as if set.
 
     Args:
-        prior_precision: one number, one per parameter tensor, or one per weight; the current one if left out.
-        sigma_noise: of a regression; the current one if left out.
+        prior_precision: one number, one per parameter tensor, or one per weight; the current one by default.
+        sigma_noise: the noise of a regression; the current one by default.
 
     Returns:
         A scalar, float64. Larger is better.
 
     Raises:
-        NotFittedError: before `fit`.
+        NotFittedError: `fit` was not called yet.
         OptionError: a value that is not positive, or of another length.
         NumericalError: a posterior precision that is not positive definite.
     """

@@ -50,12 +50,12 @@ class LaplaceCallback(Callback):
     Args:
         likelihood: As `Laplace` takes it.
         module: The name of the attribute of the LightningModule that is the network, such as 'net' or 'model.backbone'.
-            The LightningModule itself, with its `forward`, if left out.
+            By default the LightningModule itself, with its `forward`.
         tune: A method of `la.tune`; None leaves the prior as it is.
         calibrate: Whether to call `la.calibrate` on the validation data, if there is any.
         path: A file to which the posterior is saved.
         unpack: A function that makes (x, y) of a batch, as `training_step` does: lambda batch: (batch["image"],
-            batch["label"]). Batches are taken as `Laplace.fit` takes them if left out.
+            batch["label"]). By default batches are read as `Laplace.fit` reads them.
         **laplace_options: Further options of `Laplace`.
 
     Attributes:

@@ -183,7 +183,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         tune: A method of `la.tune`, 'auto', 'evidence' or 'loo'; None leaves the prior precision as it is.
         validation_fraction: The share of the data that is kept from training and given to `la.calibrate`.
         laplace_options: Further options of `Laplace`, by name.
-        device: Where the network is trained; its own device if left out.
+        device: Where the network is trained; its own device by default.
         random_state: A seed, for initial weights, order of the data and validation data.
 
     Attributes:
@@ -264,7 +264,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         tune: A method of `la.tune`, 'auto', 'evidence' or 'loo'; None leaves prior and noise as they are.
         validation_fraction: The share of the data that is kept from training and given to `la.calibrate`.
         laplace_options: Further options of `Laplace`, by name.
-        device: Where the network is trained; its own device if left out.
+        device: Where the network is trained; its own device by default.
         random_state: A seed, for initial weights, order of the data and validation data.
 
     Attributes:

@@ -45,7 +45,7 @@ def from_log_prob(
         inverse_link: Maps f (..., C) to what it stands for, such as probabilities. With it, `la(x)` is the mean of the
             inverse link over draws of f; without it, the mean and covariance of the outputs.
         sample: `sample(f, n_samples, generator)` draws labels. Only curvature 'mc' needs it.
-        name: Identifies the function when saved states are compared. The function's own name if left out.
+        name: Identifies the function when saved states are compared. The function's own name by default.
 
     Returns:
         A likelihood for `Laplace`.

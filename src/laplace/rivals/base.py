@@ -123,7 +123,7 @@ class Rival(ABC):
 
         Args:
             val_loader: data that the networks were not trained on: batches, or a pair of arrays `(x, y)`.
-            link_approx: of members with posteriors, one of `likelihood.links`; the default of `predict` if left out.
+            link_approx: for members with posteriors, one of `likelihood.links`. By default that of `predict`.
 
         Returns:
             What was set, and the negative log-likelihood before and after.

@@ -42,7 +42,7 @@ class Mixture(Rival):
 
     Args:
         members: at least one; all with the same likelihood and outputs of one shape.
-        weights: the probability of each member, up to a factor; equal if left out.
+        weights: the probability of each member, up to a factor; equal by default.
         softmax_temperature: T, by which all logits are divided, besides the members' own. `calibrate` finds it.
 
     Attributes:

@@ -56,7 +56,7 @@ class SWAG(Members):
         dict_key_x: of batches that are mappings, the key of the main input.
         dict_key_y: of batches that are mappings, the key of the labels.
         class_dim: which dimension of the outputs has the classes, as in `Laplace`.
-        memory_budget: bytes that may be taken; what is free, if left out.
+        memory_budget: the number of bytes that may be used. By default the free memory.
 
     Attributes:
         rank: how many deviations are kept.

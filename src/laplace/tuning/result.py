@@ -135,7 +135,7 @@ class Tuned:
             Values (n,) and scores (n,).
 
         Raises:
-            OptionError: a name or an index that there is not.
+            OptionError: the name or the index is unknown.
         """
         own = self.best.hyperparameters
         name = choice(name, [*own, *KINDS[1:]] if own else KINDS, "name")

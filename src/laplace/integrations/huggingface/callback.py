@@ -28,13 +28,13 @@ class LaplaceCallback(TrainerCallback):
     in its order, with the trainer's collator.
 
     Args:
-        likelihood: what the outputs mean; read from the model if left out.
+        likelihood: what the outputs mean; read from the model by default.
         tune: 'calibrate' sets prior precision and softmax temperature by the evaluation data; 'evidence' sets the prior
             precision by the training data; 'none' leaves both; 'auto' calibrates if there is evaluation data, and
             otherwise calls `la.tune()`.
-        eval_dataset: data to calibrate by; that of the trainer's last evaluation if left out.
+        eval_dataset: data to calibrate by; that of the trainer's last evaluation by default.
         folder: where to save, as `BayesianModel.save_pretrained` does; the folder 'laplace' in the trainer's output_dir
-            if left out, and nothing with False.
+            by default, and nothing with False.
         **options: options of `Laplace`, as subset_of_weights='all'.
 
     Attributes:

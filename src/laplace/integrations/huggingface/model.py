@@ -119,7 +119,7 @@ class BayesianModel(nn.Module):
 
         Args:
             folder: a local folder; `huggingface_hub.snapshot_download` brings one from a hub.
-            model: the network, with its adapters; made from the folder if left out.
+            model: the network, with its adapters; made from the folder by default.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the network is another one.
