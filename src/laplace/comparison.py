@@ -43,11 +43,11 @@ class Compared:
     """Holds the numbers of one posterior, at its current hyperparameters.
 
     Attributes:
-        name: what it is called in the table.
+        name: its name in the table.
         weights: how many weights are uncertain.
         structure: what is kept of the curvature.
         evidence: log evidence; larger is better.
-        effective: effective number of parameters, P - tr(D Sigma); None of a prior that is no Gaussian, and of a
+        effective: effective number of parameters, P - tr(D Sigma); None for a prior that is not Gaussian, and for a
             posterior over functions.
         loo: mean negative log-likelihood of leave-one-out predictions; None without training data.
         loo_error: its standard error.
@@ -72,8 +72,8 @@ class Comparison:
 
     Attributes:
         rows: a `Compared` for each.
-        refused: by column, why its numbers may not be compared; a column that is not named may be.
-        notes: what to bear in mind.
+        refused: by column, why its numbers are not comparable; columns that are not listed are comparable.
+        notes: remarks on the comparison.
     """
 
     rows: tuple[Compared, ...]
@@ -94,8 +94,8 @@ class Comparison:
             by: 'evidence', 'loo' or 'validation'.
 
         Raises:
-            OptionError: there are no such numbers.
-            UnsupportedError: the numbers may not be compared; the message says why.
+            OptionError: these numbers were not computed for all posteriors.
+            UnsupportedError: the numbers are not comparable; the message says why.
         """
         by = choice(by, ["evidence", *_LOWER], "by")
         if by in self.refused:
@@ -153,11 +153,11 @@ def compare(
         names: their names; numbers by default.
 
     Returns:
-        A table, which says which numbers may be compared; `best` refuses the others.
+        A table that says which numbers are comparable; `best` refuses the others.
 
     Raises:
         OptionError: fewer than two posteriors, other objects, or names that do not fit.
-        NotFittedError: one has seen no data.
+        NotFittedError: one of them is not fitted.
     """
     las = list(posteriors) if isinstance(posteriors, Sequence) else []
     if len(las) < 2 or not all(isinstance(la, Laplace) for la in las):

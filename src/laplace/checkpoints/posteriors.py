@@ -54,15 +54,15 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
     """Write a fitted posterior to a file of safetensors: no code, and no training data.
 
     Args:
-        path: the file; one of that name is replaced once the new one is whole. Missing folders are made.
-        with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
-            file has their numbers and a digest, and `load` needs the data.
-        group: the process group of `fit`: its first rank writes the file, and all wait until it is there. If left out
-            after a fit of several ranks, the first rank writes it and nobody waits.
+        path: the file. An existing file is replaced once the new one is complete. Missing folders are created.
+        with_data: for a 'gp', which keeps some training inputs: True writes these inputs to the file. False writes only
+            their indices and a digest, and `load` needs the data.
+        group: the process group of `fit`: its first rank writes the file, and all ranks wait until it exists. Without
+            it, after a fit on several ranks, the first rank writes the file and the others do not wait.
 
     Raises:
         NotFittedError: `fit` was not called yet.
-        UnsupportedError: a network whose weights have changed since.
+        UnsupportedError: the weights of the network have changed since `fit`.
     """
     path, with_data = path_of(path, "path"), flag(with_data, "with_data")
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
@@ -107,17 +107,17 @@ def load(
     Args:
         path: the file.
         model: the network, with the weights at which the posterior was fitted.
-        likelihood: one of your own, if it was fitted with one.
-        prior: one of `from_log_density` or of a class of your own, if it was fitted with one; its hyperparameters are
-            taken from the file.
-        hessian_structure: one of your own, if it was fitted with one.
-        subset_of_weights: one of your own, if it was fitted with one.
-        curvature: one of your own, if it was fitted with one.
-        names: {old: new} where parameters or modules have other names now.
-        data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+        likelihood: your own likelihood, if the posterior was fitted with one.
+        prior: your own prior, a class or `from_log_density`, if the posterior was fitted with one. Its hyperparameters
+            come from the file.
+        hessian_structure: your own structure, if the posterior was fitted with one.
+        subset_of_weights: your own choice of weights, if the posterior was fitted with one.
+        curvature: your own curvature, if the posterior was fitted with one.
+        names: {old: new}, if parameters or modules have new names.
+        data: for a 'gp' that was saved without its data: the batches of `fit`, in the same order.
 
     Raises:
-        CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
+        CheckpointError: the file is damaged or not ours, or network or data differ; the message says how.
     """
     path = path_of(path, "path")
     if not isinstance(model, nn.Module):

@@ -1,8 +1,9 @@
 """Provide `Conformal`: sets and intervals that contain y with a guaranteed probability, for predictions of any source.
 
-What is promised: if the calibration examples and a new one are exchangeable (drawn from one distribution, say), the set
-of the new one holds its y with probability at least `level`, for any network, posterior and number of examples. It is a
-promise about the average over inputs, not about each kind of input; `class_conditional` makes it for each class.
+The guarantee: if the calibration examples and a new example are exchangeable (for instance, drawn independently from
+one distribution), the set of the new example contains its y with probability at least `level`, for any network,
+posterior and number of examples. It holds on average over inputs, not for each kind of input; with `class_conditional`
+it holds for each class.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Conformal:
 
     Attributes:
         rule: The score, with its options.
-        level: The level that calls use if they name none.
+        level: The default level of calls.
         kind: What is predicted: 'classes', 'labels', 'regression' or 'counts'.
-        class_conditional: Whether each class has a threshold of its own.
+        class_conditional: Whether each class has its own threshold.
         source: What predicts; None if predictions are given.
         options: What `predict` is called with.
 
@@ -149,8 +150,7 @@ class Conformal:
             level: Between 0 and 1; that of the object by default.
             allow_empty: Whether sets may be empty: then no class fits the prediction as well as promised. False adds
                 the most probable class to these, which can only raise the coverage.
-            generator: What 'aps' and 'raps' draw from, unless they were made with randomized=False. torch's global one
-                by default.
+            generator: The random generator of 'aps' and 'raps', unless randomized=False. torch's global one by default.
             **model_kwargs: Passed on to the network.
 
         Returns:
@@ -186,7 +186,7 @@ class Conformal:
                 beside them; or a prediction, with labels beside it.
             y: Labels, if `test_loader` has none.
             level: Between 0 and 1; that of the object by default.
-            generator: What 'aps' and 'raps' draw from.
+            generator: The random generator of 'aps' and 'raps'.
             progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
 
         Returns:

@@ -53,17 +53,17 @@ def conformal(
 
     Args:
         cal_loader: Batches (x, y), or mappings; or the inputs of all data, with labels in `y`.
-        level: What calls promise if they name no level of their own, between 0 and 1.
+        level: The default level of `interval`, `set` and `coverage_test`, between 0 and 1.
         method: The score. For regression: 'scaled' by the predictive standard deviation, 'absolute', or 'cqr', the
             predictive's quantiles moved by one amount. For counts: 'scaled'. For classes: 'lac', all classes above one
             probability, with the smallest sets; 'aps' and 'raps', with sets that adapt to how hard an input is. For
             labels: 'lac'. The first of these by default.
         y: The labels, if `cal_loader` is the inputs of all data.
-        class_conditional: Whether the promise is made for each true class by itself (Mondrian). It takes as many
+        class_conditional: Whether the guarantee holds for each true class separately (Mondrian). It takes as many
             examples of every class as `level` asks for: at least 9 at 0.9, 99 at 0.99.
-        randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
+        randomized: For 'aps' and 'raps': False draws no random numbers, and makes larger sets.
         penalty: For 'raps', how much each class beyond `k_reg` adds to the score; 0.01 by default.
-        k_reg: For 'raps', how many classes are free; 5 by default.
+        k_reg: For 'raps', how many classes have no penalty; 5 by default.
         pred_type: As for `predict`.
         link_approx: As for `predict`.
         n_samples: As for `predict`.
@@ -125,12 +125,12 @@ def from_predictions(
     Args:
         prediction: What `predict` returned for the calibration examples.
         y: Their labels.
-        level: What calls promise if they name no level of their own, between 0 and 1.
+        level: The default level of `interval`, `set` and `coverage_test`, between 0 and 1.
         method: As for `la.conformal`.
-        class_conditional: Whether the promise is made for each true class by itself (Mondrian).
-        randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
+        class_conditional: Whether the guarantee holds for each true class separately (Mondrian).
+        randomized: For 'aps' and 'raps': False draws no random numbers, and makes larger sets.
         penalty: For 'raps', how much each class beyond `k_reg` adds to the score; 0.01 by default.
-        k_reg: For 'raps', how many classes are free; 5 by default.
+        k_reg: For 'raps', how many classes have no penalty; 5 by default.
         generator: The random generator of 'aps' and 'raps'. torch's global one by default.
 
     Returns:

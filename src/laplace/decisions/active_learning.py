@@ -62,8 +62,8 @@ def acquire(
 ) -> Acquisition:
     """Choose n inputs of a pool to be labelled.
 
-    All methods but 'batch_bald' score each input by itself and take the n best, which may be n times nearly the same
-    input. 'batch_bald' adds one input after the other, the one with which the batch tells most about the function.
+    All methods but 'batch_bald' score each input separately and take the n best, which may all be nearly the same.
+    'batch_bald' adds one input after the other, each time the one that makes the batch most informative.
 
     Args:
         la: A fitted posterior.
@@ -73,11 +73,11 @@ def acquire(
         method: 'bald', the information of a label about the function (Houlsby et al. 2011); 'batch_bald', of the labels
             of the whole batch (Kirsch et al. 2019); 'epig', of a label about the labels at `targets` (Smith et al.
             2023); 'entropy' of the prediction; 'margin', small between the two likeliest classes.
-        targets: For 'epig', inputs where the predictions shall be good, in a form like that of `pool`. The pool itself
-            by default.
+        targets: For 'epig', inputs where the predictions should be good, in the same form as `pool`. By default the
+            pool itself.
         n_samples: For classes, how many functions are drawn.
-        combinations: For 'batch_bald' with classes, how many combinations of labels are summed; if there are more, as
-            many are drawn.
+        combinations: For 'batch_bald' with classes, how many combinations of labels are summed. If there are more, this
+            many are drawn at random.
         generator: The random generator. torch's global one by default.
 
     Returns:

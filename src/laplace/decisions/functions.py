@@ -26,7 +26,7 @@ class DrawnFunctions:
         source: The posterior.
         n_samples: How many functions, S.
         pred_type: 'glm' or 'nn'.
-        seed: What the weights are drawn by.
+        seed: The seed of the draws.
     """
 
     source: Source

@@ -118,8 +118,8 @@ class Rival(ABC):
     def calibrate(self, val_loader: Any, link_approx: str | None = None) -> Rescaled:
         """Set the softmax temperature (in regression: the noise) that is best on held-out data.
 
-        Of one network this is temperature scaling (Guo et al. 2017). Of several, all logits are divided by the same
-        number before the probabilities are averaged.
+        For one network this is temperature scaling (Guo et al. 2017). For several networks, all logits are divided by
+        the same number before the probabilities are averaged.
 
         Args:
             val_loader: data that the networks were not trained on: batches, or a pair of arrays `(x, y)`.

@@ -53,8 +53,8 @@ class SWAG(Members):
         seed: what the weights are drawn by.
         sigma_noise: the standard deviation of the observation noise of a regression.
         softmax_temperature: T, by which all logits are divided. `calibrate` finds it.
-        dict_key_x: of batches that are mappings, the key of the main input.
-        dict_key_y: of batches that are mappings, the key of the labels.
+        dict_key_x: for batches that are mappings, the key of the main input.
+        dict_key_y: for batches that are mappings, the key of the labels.
         class_dim: which dimension of the outputs has the classes, as in `Laplace`.
         memory_budget: the number of bytes that may be used. By default the free memory.
 
@@ -62,10 +62,10 @@ class SWAG(Members):
         rank: how many deviations are kept.
         n_samples: how many networks are drawn.
         scale: factor of the standard deviation.
-        seed: what they are drawn by.
+        seed: the seed of the masks.
 
     Raises:
-        OptionError: an option is outside its range.
+        OptionError: an option is out of range.
     """
 
     def __init__(

@@ -36,17 +36,17 @@ class Calibration:
     """One setting, and how it does on the validation data.
 
     Attributes:
-        name: 'network', 'rescaled', 'before', 'best' or 'chosen'; of a profile, 'profile'.
+        name: 'network', 'rescaled', 'before', 'best' or 'chosen'; 'profile' for a row of `Calibrated.profile`.
         nll: The mean negative log-likelihood.
         score: The same, minus `ood_weight` times the mean entropy on outside inputs if there are any.
-        gain: On the network.
-        gain_on_rescaled: On the network with the best softmax temperature, or noise.
-        accuracy: Of the predicted classes or labels. None for other likelihoods.
+        gain: The gain over the network.
+        gain_on_rescaled: The gain over the network with the best softmax temperature, or noise.
+        accuracy: The accuracy of the predicted classes or labels. None for other likelihoods.
         ece: The expected calibration error of the predicted classes or labels. None for other likelihoods.
-        coverage: How many labels lie in their 90 % interval. None for other likelihoods.
+        coverage: The share of labels that lie in their 90 % interval. None for other likelihoods.
         prior_precision: None for the network itself, which has no posterior.
         softmax_temperature: What the logits are divided by.
-        sigma_noise: Of a regression, the observation noise.
+        sigma_noise: The observation noise of a regression.
     """
 
     name: str
@@ -86,8 +86,8 @@ class Calibrated:
         network: The network itself, without a posterior.
         rescaled: The network with the best softmax temperature, or the best noise.
         before: The posterior as it was.
-        best: The lowest score.
-        chosen: What was set.
+        best: The setting with the lowest score.
+        chosen: The setting that was chosen and set.
         profile: Each prior precision of the grid with its best scale, the widest posterior first. Those that are
             hopeless at every softmax temperature are left out.
         notes: The warnings.

@@ -7,10 +7,10 @@ residuals. Both show on the data that the network was fitted to:
     with a noise    standardised residuals r / sqrt(S + sigma^2) whose root mean square is above LARGEST_RATIO, or a
                     sigma of more than LARGEST_RATIO times the residuals'
 
-A wide posterior mostly costs more on data that the network has seen than on new data: there it may even gain. Where the
-network is too cautious to begin with, it costs up to twice as much on new data (150 classes of queries: 0.0053 and
-0.0097 nats), so that `auto` leaves ALLOWED, half of what it may cost there. This is a cautious check and no
-guarantee. Standardised residuals well below 1 say nothing: those of new data may be several times larger.
+A wide posterior usually loses more on training data than on new data, where it may even gain. But if the network itself
+is too cautious, it loses up to twice as much on new data (150 classes of queries: 0.0053 and 0.0097 nats). So `auto`
+allows a loss of ALLOWED, half of what it may lose on new data. This is a cautious check, not a guarantee. Standardised
+residuals well below 1 say nothing: those of new data may be several times larger.
 
 The sample is at most a fifth of the data, but not below 100 examples.
 """
@@ -48,12 +48,12 @@ class Finding:
     Attributes:
         n: examples in the sample.
         nll: mean negative log-likelihood of the predictive.
-        own: that of the network itself; None of a likelihood with a noise.
-        accuracy: of classes; None for numbers.
+        own: the same for the network itself; None for a likelihood with noise.
+        accuracy: accuracy of the predicted classes; None for numbers.
         confidence: mean confidence of the predictive; None for numbers.
         own_confidence: mean confidence of the network itself; None for numbers.
         rms: root mean square of the standardised residuals; None without a noise.
-        ratio: of the noise to the standard deviation of all training residuals; None without a noise.
+        ratio: the noise divided by the standard deviation of all training residuals; None without a noise.
     """
 
     n: int

@@ -35,10 +35,10 @@ class Method(ABC):
     """Tunes hyperparameters. Its options are its constructor's arguments.
 
     Attributes:
-        options: the keywords of `la.tune` that the constructor takes, where it is asked for by name.
-        scored: whether it looks at validation data: whether val_loader=, loss=, bounds= and the like are for it.
-        scoring: which of these it uses, where it looks at other data.
-        prior_structure: which one is tuned where none is named.
+        options: the keywords of `la.tune` that are passed to the constructor when the method is chosen by name.
+        scored: whether it scores validation data, and so accepts val_loader=, loss=, bounds= and the like.
+        scoring: which of these keywords it accepts if it scores other data.
+        prior_structure: the prior structure that is tuned by default.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
@@ -166,14 +166,14 @@ def register_method(name: str, method: type[Method]) -> type[Method]:
     """Give a method a name, so that `la.tune(method=name)` finds it.
 
     Args:
-        name: what it is called from now on.
-        method: its class, made without arguments but for those of `la.tune` in its `options`.
+        name: the new name.
+        method: the class. It is constructed with the keywords of `la.tune` in its `options`, and no other arguments.
 
     Returns:
-        The class, as it is.
+        The class, unchanged.
 
     Raises:
-        OptionError: the name is taken by one of ours, or what comes is no class of a method.
+        OptionError: a built-in method has this name, or `method` is not a subclass of `Method`.
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise OptionError(f"register_method({name!r}, {shown(method)}): give a class that inherits tuning.Method.")
@@ -189,7 +189,7 @@ def method_of(value: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) ->
     Args:
         value: a name, a method, or a function of the problem.
         given: the options of `la.tune` that methods may have.
-        usual: the same as they are when nobody gives them.
+        usual: the default values of these options.
     """
     if isinstance(value, type):
         raise OptionError(f"method={value.__name__} is a class; give an object: {value.__name__}().")

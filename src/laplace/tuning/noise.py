@@ -14,10 +14,10 @@ with s_res^2 the mean squared residual:
 sigma_0 comes from a Gaussian process on up to MOST_POINTS examples, never from the posterior that is tuned: the
 log-determinant of a block-diagonal posterior counts more effective parameters than there are examples, which makes its
 own noise up to twenty times too large, and a last layer does not see that the body was fitted, too. The prior is the
-evidence's at sigma_0. Where it leaves S wider than the mean above, as block-diagonal structures do, its precision is
-raised; where S is narrower, as a last layer's is, the noise takes the rest, so that the total stays.
+evidence's at sigma_0. If S is wider than the mean above, as with block-diagonal structures, the prior precision is
+raised. If S is narrower, as with a last layer, the noise is raised so that the total is kept.
 
-A last layer on a frozen body is a linear model: its own evidence is exact, and taken as it is.
+A last layer on a frozen body is a linear model: its own evidence is exact, and used directly.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ hyperprior adds its negative logarithm, divided by the number of examples:
 
     [ log(1 + (log T / 0.3)^2) + min(d^2, 3^2) / 2 ] / N,    d = log10(prior precision / that of the evidence)
 
-so 200 examples are held back by it, and 20,000 do not feel it. Its tails are heavy: a network that is far too sure, and
-needs T = 3, is not held back by much. A posterior whose noise is below the residuals r of the data that the network was
-fitted to gets (log(r / sigma) / 0.1)^2 / 2 in the place of the first term: noise is rarely smaller on new data, but a
-few examples whose wide posterior happens to explain their errors ask for that.
+so it matters with 200 examples, and has no effect with 20,000. Its tails are heavy: a network that is far too sure, and
+needs T = 3, is hardly affected. If the noise is below the training residuals r, the first term is replaced by
+(log(r / sigma) / 0.1)^2 / 2: noise is rarely smaller on new data, but a few examples can suggest it if a wide posterior
+happens to explain their errors.
 """
 
 from __future__ import annotations

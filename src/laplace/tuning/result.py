@@ -22,11 +22,11 @@ class Point:
     """Holds one setting of the hyperparameters, and its score.
 
     Attributes:
-        prior_precision: (), one per tensor or one per weight; nothing, (0,), of a prior without.
+        prior_precision: (), one per tensor or one per weight; empty, (0,), for a prior without precisions.
         sigma_noise: the noise of a regression.
-        temperature: of the likelihood.
+        temperature: the temperature of the likelihood.
         score: the log evidence, or the validation score.
-        hyperparameters: of a prior that is not given by precisions, by name.
+        hyperparameters: the hyperparameters by name, for a prior that is not given by precisions.
     """
 
     prior_precision: Tensor
@@ -76,18 +76,18 @@ class Tuned:
     """Holds the best point, all points in the order in which they were evaluated, and the effort.
 
     Attributes:
-        method: which was taken: 'evidence'; 'guarded evidence', whose prior precision was raised until the posterior
-            did no harm; 'residuals and evidence', noise and prior of a regression by 'auto'; 'loo', 'validation',
-            'bayesian', or the name of a method of one's own.
-        best: the `Point` that was taken: of the largest log evidence, or of the smallest score; of 'guarded evidence'
-            with the log evidence there.
-        points: all that were looked at.
-        steps: Newton's, or a search's rounds.
-        factorisations: how many posteriors were made.
-        notes: the warnings, and why this method was taken.
-        converged: whether it ended because there was nothing better nearby, and not for its number of steps; None of
-            a grid alone and of 'bayesian', which do not look.
-        by_evidence: whether a method of one's own maximised the log evidence, so that the scores are log evidences.
+        method: the method that was used: 'evidence'; 'guarded evidence', whose prior precision was raised until the
+            posterior did no harm; 'residuals and evidence', noise and prior of a regression by 'auto'; 'loo',
+            'validation', 'bayesian', or the name of your own method.
+        best: the chosen `Point`, with the largest log evidence or the smallest score. For 'guarded evidence', its score
+            is the log evidence at that point.
+        points: all points that were evaluated.
+        steps: the number of Newton steps, or of rounds of a search.
+        factorisations: how many posteriors were computed.
+        notes: the warnings, and why this method was used.
+        converged: whether the search ended because nothing nearby was better, and not because of its number of steps.
+            None for a plain grid and for 'bayesian', which do not check this.
+        by_evidence: whether your own method maximised the log evidence, so that the scores are log evidences.
     """
 
     method: str
@@ -128,7 +128,7 @@ class Tuned:
         """Return the evaluated values of one hyperparameter, in ascending order, and their scores, for a plot.
 
         Args:
-            name: which hyperparameter.
+            name: the name of the hyperparameter.
             index: which one of several prior precisions.
 
         Returns:
