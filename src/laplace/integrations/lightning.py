@@ -60,8 +60,8 @@ class LaplaceCallback(Callback):
 
     Attributes:
         laplace: The fitted `Laplace`.
-        tuned: What `la.tune` found; None if it was not called.
-        calibrated: What `la.calibrate` found; None if it was not called.
+        tuned: The result of `la.tune`; None if it was not called.
+        calibrated: The result of `la.calibrate`; None if it was not called.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class LaplaceModule(LightningModule):
     Args:
         la: A fitted `Laplace`.
         unpack: A function that makes (x, y) of a batch, as that of `LaplaceCallback`; y is not used.
-        **options: Of `la.predict`, such as link_approx or n_samples.
+        **options: Options of `la.predict`, such as link_approx or n_samples.
     """
 
     def __init__(self, la: Laplace, unpack: Callable[[Any], tuple[Any, Any]] | None = None, **options: Any) -> None:

@@ -64,8 +64,8 @@ class ByAutograd(Likelihood):
     """A likelihood that is known by `log_prob` alone: a subclass writes that, and no more.
 
     Score and Lambda come from autograd; Lambda is minus the second derivative at the label, with its negative
-    eigenvalues, if any, set to zero. Further methods say more where more is known: `inverse_link`, whose mean over
-    draws `la(x)` then is (or through `links` of one's own), and `sample`, which curvature 'mc' needs.
+    eigenvalues, if any, set to zero. Two methods are optional: `inverse_link`, whose mean over draws `la(x)` then
+    returns (or through your own `links`), and `sample`, which curvature 'mc' needs.
     """
 
     joint = True

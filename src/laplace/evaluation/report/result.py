@@ -23,7 +23,7 @@ class Report:
 
     Attributes:
         data: All numbers, as in the JSON.
-        html: The page, which is whole in itself.
+        html: The page, a complete HTML document.
     """
 
     def __init__(self, data: dict[str, Any], html: str) -> None:
