@@ -297,7 +297,9 @@ class Runner:
             self.snapshot = Snapshot.of(self.model)  # this is a copy, and its values are the same
         if changed:
             self.warn_once(
-                "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
+                "stale",
+                f"{changed} since fit; the posterior is valid only for the network as it was. Call la.fit again.",
+                StaleWarning,
             )
         return not changed
 

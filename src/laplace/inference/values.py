@@ -239,7 +239,7 @@ def _notice_clipped(runner: Runner, made: Posterior) -> None:
     runner.warn_once(
         "prior_clipped",
         f"-d2 log p of {prior} has {clipped.count} negative eigenvalues at the weights, the lowest "
-        f"{clipped.lowest:.2g} of the largest; they are set to zero, and these weights are held by the data alone. "
+        f"{clipped.lowest:.2g} of the largest; they are set to zero, so that only the data limits these weights. "
         f"See la.prior_clipped; {remedy}.",
     )
 
