@@ -95,8 +95,8 @@ def conformal(
     data = cal_loader if y is None else ArrayBatches(cal_loader, y)
     if shared := overlap(getattr(source, "training_data", None), data):
         warn(
-            f"cal_loader {shared}. The network was trained on these labels, so intervals and sets will be too small, and "
-            "the guarantee does not hold. Give data that was used neither for training nor for tuning."
+            f"cal_loader {shared}. The network was trained on these labels, so intervals and sets will be too small, "
+            "and the guarantee does not hold. Give data that was used neither for training nor for tuning."
         )
     examples = labelled(source, data, options | {"generator": generator}, flag_or_none(progress_bar, "progress_bar"))
     given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
