@@ -157,7 +157,7 @@ class LaplaceModel(Model, FantasizeMixin):
 
         Args:
             X: (*batch, q, d).
-            output_indices: The wanted outcomes. All by default.
+            output_indices: The wanted outcomes. All if left out.
             observation_noise: Whether to add the observation noise; or the variances of the wanted outcomes, in their
                 order, (*batch, q, m), on the scale of transformed outcomes.
             posterior_transform: A transform of BoTorch.
@@ -221,7 +221,7 @@ class LaplaceModel(Model, FantasizeMixin):
         Args:
             X: (*batch, n', d).
             Y: (*batch, n', m), with batch dimensions that broadcast with those of X.
-            noise: The variances of Y, on the scale of transformed outcomes. Those of the likelihood by default.
+            noise: The variances of Y, on the scale of transformed outcomes. Those of the likelihood if left out.
             **kwargs: Not used.
 
         Raises:
@@ -254,7 +254,7 @@ class LaplaceModel(Model, FantasizeMixin):
         observations, so is the draw, by Matheron's rule: f(x) + C (K + noise)^-1 (y - f(X) - e).
 
         Args:
-            generator: The random generator. torch's global one by default.
+            generator: The random generator. torch's global one if left out.
             pred_type: 'glm' draws from the linearised network, as `posterior` is. 'nn' runs the network with the drawn
                 weights; not after conditioning.
 
