@@ -186,7 +186,7 @@ def real(value: Tensor | float, what: str) -> Tensor:
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.get_default_dtype())
     if not tensor.isfinite().all():
-        raise OptionError(f"{what} holds NaN or infinite values.")
+        raise OptionError(f"{what} holds NaN or infinite values; finite numbers are needed.")
     return tensor
 
 

@@ -1,8 +1,8 @@
 """`laplace.compare`: evidence, effective parameters, leave-one-out and validation scores of several posteriors.
 
-Not all of these numbers may be compared. The evidence is that of the uncertain weights given all others: two last
-layers on different features are two questions. What may not be compared is shown in brackets, with the reason, and
-`best` refuses it.
+Not all of these numbers are comparable. The evidence takes all weights but the uncertain ones as given: evidences of
+last layers on different features answer different questions. Numbers that are not comparable are shown in brackets,
+with the reason, and `best` refuses them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _LOWER: Final = ("loo", "validation")  # where lower is better
 
 @dataclass(frozen=True)
 class Compared:
-    """The numbers of one posterior, at its hyperparameters as they are.
+    """Holds the numbers of one posterior, at its current hyperparameters.
 
     Attributes:
-        name: what it is called in the table.
+        name: its name in the table.
         weights: how many weights are uncertain.
         structure: what is kept of the curvature.
         evidence: log evidence; larger is better.
-        effective: effective number of parameters, P - tr(D Sigma); None of a prior that is no Gaussian, and of a
+        effective: effective number of parameters, P - tr(D Sigma); None for a prior that is not Gaussian, and for a
             posterior over functions.
         loo: mean negative log-likelihood of leave-one-out predictions; None without training data.
         loo_error: its standard error.
@@ -68,12 +68,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several posteriors side by side; prints as a table, and `comparison["name"]` is one of them.
+    """Shows several posteriors side by side. Prints as a table; `comparison["name"]` is one of them.
 
     Attributes:
         rows: a `Compared` for each.
-        refused: by column, why its numbers may not be compared; a column that is not named may be.
-        notes: what to bear in mind.
+        refused: by column, why its numbers are not comparable; columns that are not listed are comparable.
+        notes: remarks on the comparison.
     """
 
     rows: tuple[Compared, ...]
@@ -94,8 +94,8 @@ class Comparison:
             by: 'evidence', 'loo' or 'validation'.
 
         Raises:
-            OptionError: there are no such numbers.
-            UnsupportedError: the numbers may not be compared; the message says why.
+            OptionError: these numbers were not computed for all posteriors.
+            UnsupportedError: the numbers are not comparable; the message says why.
         """
         by = choice(by, ["evidence", *_LOWER], "by")
         if by in self.refused:
@@ -142,29 +142,32 @@ def compare(
     train_loader: Iterable[Any] | None = None,
     names: Sequence[str] | None = None,
 ) -> Comparison:
-    """Compare fitted posteriors at their hyperparameters as they are: tune each before, all by the same method.
+    """Compare fitted posteriors at their current hyperparameters. Tune each of them before, all by the same method.
 
     The log evidence needs no data. Leave-one-out predictions need the training data, or 5,000 examples of it.
 
     Args:
         posteriors: two or more, fitted.
         val_loader: batches (x, y) that were not trained on.
-        train_loader: what all were fitted to; each one's own `training_data` if left out.
-        names: what to call them; by number if left out.
+        train_loader: the data that all were fitted to; the `training_data` of each by default.
+        names: their names; numbers by default.
 
     Returns:
-        A table, which says which numbers may be compared; `best` refuses the others.
+        A table that says which numbers are comparable; `best` refuses the others.
 
     Raises:
         OptionError: fewer than two posteriors, other objects, or names that do not fit.
-        NotFittedError: one has seen no data.
+        NotFittedError: one of them is not fitted.
     """
     las = list(posteriors) if isinstance(posteriors, Sequence) else []
     if len(las) < 2 or not all(isinstance(la, Laplace) for la in las):
         raise OptionError(f"compare({shown(posteriors)}): a list of two or more Laplace objects is needed.")
     called = [f"{i}" for i in range(len(las))] if names is None else list(names)
     if len(called) != len(las) or len({*called}) < len(called) or not all(isinstance(name, str) for name in called):
-        raise OptionError(f"names={shown(names)}: a name of its own for each of {len(las)} posteriors is needed.")
+        raise OptionError(
+            f"names={shown(names)}: a name of its own for each of {len(las)} posteriors is needed. Give {len(las)} "
+            "different strings."
+        )
     with plain():
         measured = [_measured(la, val_loader, train_loader) for la in las]
     rows = tuple(Compared(name, **numbers) for name, (numbers, _) in zip(called, measured, strict=True))
@@ -207,7 +210,7 @@ def _measured(la: Laplace, val_loader: Any, train_loader: Any) -> tuple[dict[str
 
 
 class _Scores:
-    """Negative log-likelihoods of examples, and their weighted mean with its standard error."""
+    """Holds negative log-likelihoods of examples, and computes their weighted mean with its standard error."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood, self.values, self.weights = likelihood, list[Tensor](), list[Tensor]()
@@ -229,7 +232,7 @@ class _Scores:
 
 
 def _effective(posterior: Posterior) -> float | None:
-    """Return P - tr(D Sigma), the number of directions that the data have fixed."""
+    """Return P - tr(D Sigma), the effective number of parameters: directions that the data has determined."""
     prior, found = posterior.prior, posterior.fit
     if type(prior) is not GaussianPrior or found.structure.functional:
         return None
@@ -239,7 +242,7 @@ def _effective(posterior: Posterior) -> float | None:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What is seen of a posterior to tell whether its numbers may be compared."""
+    """Holds what decides whether the numbers of a posterior are comparable with others."""
 
     name: str
     la: Laplace

@@ -126,7 +126,7 @@ def _print_report(found: Report | None) -> None:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one method says of the test images, and how well it tells them from unknown ones (AUROC)."""
+    """Holds the scores of one method on the test images, and how well it separates them from unknown images (AUROC)."""
 
     inside: Tensor  # (M, C) probabilities
     labels: Tensor  # (M,)

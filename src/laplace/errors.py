@@ -41,7 +41,7 @@ class OptionError(LaplaceError, ValueError):
 
 
 class ArgumentError(OptionError, TypeError):
-    """A call lacks an argument that it needs, or has one that there is not."""
+    """A call lacks a required argument, or has an unknown one."""
 
 
 class UnknownNameError(OptionError, KeyError):
@@ -69,7 +69,7 @@ class CheckpointError(InputError):
 
 
 class NotFittedError(LaplaceError, RuntimeError, AttributeError):
-    """A posterior is asked for something before it has seen data: hasattr(la, 'mean') is False until then."""
+    """A call needs a fitted posterior, and `fit` was not called yet. Until then, hasattr(la, 'mean') is False."""
 
 
 class UnsupportedError(LaplaceError, NotImplementedError, ValueError):

@@ -52,14 +52,14 @@ FURTHER: dict[str, Any] = {}  # descriptors of names for other libraries' script
 class Laplace:
     """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
 
-    Nothing is computed before `fit`. Options that do not exist, or do not go together, are refused here. Each option is
-    readable under its own name, with a value that this call takes. Parts are given by name with keywords, or as objects
-    with options of their own: "kron" with damping=True is Kron(damping=True).
+    Nothing is computed before `fit`. Unknown options, and options that do not go together, are refused here. Each
+    option can be read under its own name, with a value that this constructor accepts. Parts are given by name with
+    keywords, or as objects with their own options: "kron" with damping=True is the same as Kron(damping=True).
 
     Args:
-        model: the trained network; it is never changed. One in `DistributedDataParallel` is taken out of it.
+        model: the trained network; it is never changed. A `DistributedDataParallel` wrapper is removed.
         likelihood: what the outputs mean: 'classification', 'regression', 'binary', 'multilabel', 'poisson',
-            'heteroscedastic', 'given_noise', 'reward_modeling', or an object, as of `laplace.likelihoods`.
+            'heteroscedastic', 'given_noise', 'reward_modeling', or an object of `laplace.likelihoods`.
         subset_of_weights: which weights are uncertain: 'last_layer', 'all' (parameters with requires_grad),
             'subnetwork' (with `subnetwork_indices`), globs over names of parameters and modules, a predicate
             (name, parameter) -> bool, or an object of `laplace.weights`.
@@ -67,49 +67,52 @@ class Laplace:
             'lowrank' (the largest eigenpairs of all weights together); a block per tensor: 'block', 'inf', 'ekfac',
             'kron'; 'diag'; or 'gp', a posterior over functions from `n_subset` of the points.
         curvature: 'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian', or an
-            object of `laplace.curvature`. If left out, 'ggn', and 'sketch' where outputs at many positions make that
-            too costly (with a warning).
-        curvature_samples: of 'sketch' and 'mc', vectors per example.
+            object of `laplace.curvature`. By default 'ggn', or 'sketch' (with a warning) if outputs at many positions
+            make 'ggn' too expensive.
+        curvature_samples: for 'sketch' and 'mc', the number of vectors per example.
         sigma_noise: standard deviation of the observation noise of a regression: one number, or one per output.
         prior_precision: one number, one per parameter tensor, or one per weight.
         prior_mean: one number, or one per weight.
-        prior: instead of prior_precision and prior_mean, one of `laplace.priors`, as StudentT(df=4, scale=0.1), or
-            what earlier tasks left, `earlier.as_prior()`.
-        temperature: T of p(D given theta)^(1/T): the likelihood's, for a colder or warmer posterior.
-        softmax_temperature: T of p(y given f / T), by which predictions divide the logits; 1 if there are none. The
-            posterior does not depend on it. `calibrate` finds it.
+        prior: instead of prior_precision and prior_mean, a prior of `laplace.priors`, as StudentT(df=4, scale=0.1), or
+            the posterior of earlier tasks, `earlier.as_prior()`.
+        temperature: T of the tempered likelihood p(data given theta)^(1/T), for a colder or warmer posterior.
+        softmax_temperature: T of p(y given f / T), by which predictions divide the logits; 1 for likelihoods without
+            logits. The posterior does not depend on it. `calibrate` finds it.
         enable_backprop: whether gradients flow from predictions to the inputs.
-        dict_key_x: of batches that are mappings, the key of the main input.
-        dict_key_y: of batches that are mappings, the key of the labels.
-        last_layer_name: of 'last_layer', which module it is; found by running the network if left out.
-        feature_reduction: of 'last_layer', where the network reduces a sequence behind it: 'pick_first', 'pick_last',
-            'average'; found out if left out, with a warning.
-        subnetwork_indices: of 'subnetwork', indices into the flat vector of all trainable weights.
-        damping: of 'kron': True splits the prior over the two factors as in the paper, 'balanced' splits it well.
-        weight_sharing: of 'kron', 'ekfac' and 'inf', for weights used at many positions: 'expand' or 'reduce'.
-        rank: of 'inf', eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep; of
-            'lowrank', eigenpairs of all weights together (20); of 'gp' with 'nystrom', directions (100).
-        tol: of 'lowrank', instead of `rank`: the eigenpairs above tol times the largest.
-        n_subset: of 'gp', how many points are kept (None: all, up to 256).
-        seed: of 'gp', what the points are drawn by.
-        independent_outputs: of 'gp' with 'sod', each output by itself.
-        functional_approximation: of 'gp', 'sod' (the subset alone), 'nystrom' (all data in `rank` directions) or
+        dict_key_x: for batches that are mappings, the key of the main input.
+        dict_key_y: for batches that are mappings, the key of the labels.
+        last_layer_name: for 'last_layer', the name of the module. By default it is found by running the network.
+        feature_reduction: for 'last_layer', how the network reduces a sequence after this layer: 'pick_first',
+            'pick_last' or 'average'. By default it is found by running the network, with a warning.
+        subnetwork_indices: for 'subnetwork', indices into the flat vector of all trainable weights.
+        damping: for 'kron': False adds the prior exactly; True splits it over the two factors, as in the paper;
+            'balanced' splits it in proportion to the factors' sizes, which is closer to the exact sum.
+        weight_sharing: for 'kron', 'ekfac' and 'inf', how weights used at many positions are treated: 'expand' or
+            'reduce'.
+        rank: for 'inf', the number of eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to
+            keep; for 'lowrank', the number of eigenpairs of all weights together (20); for 'kron', the number of
+            columns kept of each wider factor (all); for 'gp' with 'nystrom', the number of directions (100).
+        tol: for 'lowrank', instead of `rank`: keep the eigenpairs above tol times the largest.
+        n_subset: for 'gp', how many points are kept (None: all, up to 256).
+        seed: for 'gp', the seed for drawing the points.
+        independent_outputs: for 'gp' with 'sod', whether outputs are treated as independent.
+        functional_approximation: for 'gp': 'sod' (the subset alone), 'nystrom' (all data in `rank` directions) or
             'variational' (all data given `n_subset` inducing points).
-        inducing: of 'gp' with 'variational', where the inducing points are: 'random' (drawn from the data), 'kmeans',
-            or the points themselves, in the form of the inputs.
-        inducing_steps: of 'gp' with 'variational', how many steps to move the inducing points by.
-        memory_budget: bytes that may be taken; what is free, if left out.
-        class_dim: which dimension of the outputs has the classes: -1 of (N, C) and (N, T, C), 1 of (N, C, H, W); None
-            for one number at each position, (N, T).
-        backend: a backend class of laplace-torch, understood as the curvature that it stands for.
-        backend_kwargs: of `backend`; `stochastic=True` stands for curvature 'mc'.
+        inducing: for 'gp' with 'variational', the inducing points: 'random' (drawn from the data), 'kmeans', or the
+            points themselves, in the form of the inputs.
+        inducing_steps: for 'gp' with 'variational', how many gradient steps move the inducing points.
+        memory_budget: the number of bytes that may be used. By default the free memory.
+        class_dim: which dimension of the outputs holds the classes: -1 for (N, C) and (N, T, C), 1 for (N, C, H, W);
+            None for one number at each position, (N, T).
+        backend: a backend class of laplace-torch; it means the curvature that this backend computes.
+        backend_kwargs: options of `backend`; `stochastic=True` means curvature 'mc'.
 
     Attributes:
-        runner: the network with the parts that it is treated by.
-        values: what the data left, the prior, the noise and the temperatures.
+        runner: the network with its options.
+        values: the sums over the data, the prior, the noise and the temperatures.
 
     Raises:
-        OptionError: an option is unknown, or its value is outside its range.
+        OptionError: an option is unknown, or its value is out of range.
         UnsupportedError: options do not go together; the message says what does.
     """
 

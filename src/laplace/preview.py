@@ -148,9 +148,9 @@ def plan(
         A `Preview`, which prints as a table.
 
     Raises:
-        OptionError: an option does not exist, or a value is outside its range.
+        OptionError: an option is unknown, or a value is out of range.
         InputError: the batch does not fit the network or the likelihood.
-        ModelError: the network cannot be treated as asked.
+        ModelError: the network does not allow the chosen weights; the message names the layer.
     """
     others: dict[str, Any] = {**options, "curvature": curvature}
     choice(others.pop("functional_approximation", "sod"), FUNCTIONAL, "functional_approximation")  # the table has both

@@ -45,26 +45,26 @@ def fit(
 ) -> Fits:
     """Run the network over the data and keep the sums of its curvature, at the weights that it has now.
 
-    Where a batch is refused, the error names it, and the posterior stays as it was.
+    If a batch is refused, the error names it, and the posterior stays as it was.
 
     Args:
-        train_loader: batches, read once or as often as the structure needs: pairs `(x, y)`, or `(x, y, weights)`
-            with one weight per example, or mappings. A DataLoader, a list, or (for one run) an iterator. Or the
-            inputs of all data, as arrays, DataFrames or tensors, with labels beside them: `la.fit(x, y)`. Or a
-            dataset of single examples, a Lightning DataModule, or a `transformers.Trainer`, whose training data is
-            read in order.
-        override: False adds the data to what was seen before. In `la.fit(x, y)`, the labels.
-        progress_bar: whether one is shown; None shows one in a terminal after a few seconds.
-        y: the labels, if `train_loader` is the inputs of all data; the same as a second argument.
-        generator: what curvature 'mc' and 'sketch' draw from; torch's own if left out.
-        checkpoint: a file to which the sums so far are written; after an interruption the same call goes on from
-            there, and removes it.
-        every: how many batches apart that is.
-        collate_fn: of a dataset, makes a batch of a list of examples, as a data collator of transformers does.
-        batch_size: of a dataset or of `la.fit(x, y)`, examples in a batch; 32 or 128 if left out.
-        group: the process group whose ranks fit one posterior together, each reading its own part of the data, as
-            `torch.distributed.group.WORLD`. None keeps the posterior of this process's own batches.
-        shard_factors: of structures with a block per tensor, with `group`: whether the factors of each layer stay on
+        train_loader: a DataLoader, a list, or (for structures that read the data once) an iterator of batches: pairs
+            `(x, y)`, `(x, y, weights)` with one weight per example, or mappings. Or the inputs of all data, as arrays,
+            DataFrames or tensors, followed by their labels: `la.fit(x, y)`. Or a dataset of single examples, a
+            Lightning DataModule, or a `transformers.Trainer`, whose training data is read in order.
+        override: False adds the data to that of earlier fits. In `la.fit(x, y)`, the labels.
+        progress_bar: whether to show a progress bar; None shows one in a terminal after a few seconds.
+        y: the labels, if `train_loader` is the inputs of all data. The same as the second argument.
+        generator: the random generator of curvature 'mc' and 'sketch'. By default torch's global one.
+        checkpoint: a file to which the partial sums are written. After an interruption the same call continues from
+            there. The file is removed at the end.
+        every: how many batches lie between two writes.
+        collate_fn: for a dataset, a function from a list of examples to a batch, such as a data collator of
+            transformers.
+        batch_size: for a dataset or `la.fit(x, y)`, the number of examples in a batch. By default 32 or 128.
+        group: the process group whose ranks fit one posterior together, each on its own part of the data, such as
+            `torch.distributed.group.WORLD`. With None, the posterior covers only the batches of this process.
+        shard_factors: with `group`, for structures with a block per tensor: whether the factors of each layer stay on
             one rank, for a posterior that is larger than the memory of one. All ranks must then predict and tune
             together, with `group=` or within `laplace.distributed.together(group)`.
 
@@ -72,12 +72,12 @@ def fit(
         The object itself.
 
     Raises:
-        InputError: a batch that does not fit, or a loader without an example.
-        ModelError: a network that cannot be treated as asked.
-        MemoryBudgetError: sums that would not fit into memory.
-        UnsupportedError: `override=False` of a structure whose sums do not add, or of a network that has changed;
-            `shard_factors` of a structure that cannot be divided.
-        CheckpointError: a file `checkpoint` of another fit.
+        InputError: a batch does not fit, or the loader has no example.
+        ModelError: the network does not allow the chosen weights or structure; the message names the layer.
+        MemoryBudgetError: the sums would not fit into memory.
+        UnsupportedError: `override=False`, but the sums of the structure do not add, or the network has changed;
+            `shard_factors=True`, but the structure cannot be divided.
+        CheckpointError: the file `checkpoint` belongs to another fit.
         RankError: another rank of `group` has failed; the message names it and its error.
     """
     train_loader, override = training_data(train_loader, override, y, batch_size, collate_fn)

@@ -29,9 +29,13 @@ def renaming(names: Mapping[str, str], known: Iterable[str]) -> Rename:
     known = list(known)
     idle = [old for old in names if old and not any(name == old or name.startswith(f"{old}.") for name in known)]
     if idle:
-        raise OptionError(f"names= has {idle[0]!r}; the file has no such parameter or module: {', '.join(known[:6])}.")
+        raise OptionError(
+            f"names= has {idle[0]!r}; the file has no such parameter or module. It has: {', '.join(known[:6])}."
+        )
     if len({*map(rename, known)}) < len(known):
-        raise OptionError("names= gives two parameters of the file the same name.")
+        raise OptionError(
+            "names= gives two parameters of the file the same name. Give each old name a different new one."
+        )
     return rename
 
 

@@ -56,16 +56,16 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
     """Write a fitted posterior to a file of safetensors: no code, and no training data.
 
     Args:
-        path: the file; one of that name is replaced once the new one is whole. Missing folders are made.
-        with_data: of a 'gp', which is made of some points of the data, write their inputs as well; without, the
-            file has their numbers and a digest, and `load` needs the data.
-        group: the process group of `fit`: its first rank writes the file, and all wait until it is there. If left out
-            after a fit of several ranks, the first rank writes it and nobody waits. After `fit(shard_factors=True)`
-            each rank writes its own part, as `path.rank0of2`.
+        path: the file. An existing file is replaced once the new one is complete. Missing folders are created.
+        with_data: for a 'gp', which keeps some training inputs: True writes these inputs to the file. False writes only
+            their indices and a digest, and `load` needs the data.
+        group: the process group of `fit`: its first rank writes the file, and all ranks wait until it exists. Without
+            it, after a fit on several ranks, the first rank writes the file and the others do not wait. After
+            `fit(shard_factors=True)` each rank writes its own part, such as `path.rank0of2`.
 
     Raises:
-        NotFittedError: before `fit`.
-        UnsupportedError: a network whose weights have changed since.
+        NotFittedError: `fit` was not called yet.
+        UnsupportedError: the weights of the network have changed since `fit`.
     """
     path, with_data = path_of(path, "path"), flag(with_data, "with_data")
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
@@ -120,19 +120,19 @@ def load(
     Args:
         path: the file.
         model: the network, with the weights at which the posterior was fitted.
-        likelihood: one of your own, if it was fitted with one.
-        prior: one of `from_log_density` or of a class of your own, if it was fitted with one; its hyperparameters are
-            taken from the file.
-        hessian_structure: one of your own, if it was fitted with one.
-        subset_of_weights: one of your own, if it was fitted with one.
-        curvature: one of your own, if it was fitted with one.
-        names: {old: new} where parameters or modules have other names now.
-        data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+        likelihood: your own likelihood, if the posterior was fitted with one.
+        prior: your own prior, a class or `from_log_density`, if the posterior was fitted with one. Its hyperparameters
+            come from the file.
+        hessian_structure: your own structure, if the posterior was fitted with one.
+        subset_of_weights: your own choice of weights, if the posterior was fitted with one.
+        curvature: your own curvature, if the posterior was fitted with one.
+        names: {old: new}, if parameters or modules have new names.
+        data: for a 'gp' that was saved without its data: the batches of `fit`, in the same order.
         group: of a posterior that was fitted with `shard_factors=True`, a process group with as many ranks: each reads
             its own part. Also for a network that `fully_shard` has sharded.
 
     Raises:
-        CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
+        CheckpointError: the file is damaged or not ours, or network or data differ; the message says how.
     """
     path = path_of(path, "path")
     if not isinstance(model, nn.Module):
@@ -256,7 +256,8 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
         told = {_YOURS: made.described}
     if given.described != told[_YOURS]:
         raise CheckpointError(
-            f"{str(path)!r} has the structure {told[_YOURS]!r}; hessian_structure= is {given.described!r}."
+            f"{str(path)!r} has the structure {told[_YOURS]!r}; hessian_structure= is {given.described!r}. Pass the "
+            "structure that it was fitted with."
         )
     return given
 
@@ -276,7 +277,8 @@ def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:
         )
     if given.label != told[_YOURS]:
         raise CheckpointError(
-            f"{str(path)!r} has the subset of weights {told[_YOURS]!r}; subset_of_weights= is {given.label!r}."
+            f"{str(path)!r} has the subset of weights {told[_YOURS]!r}; subset_of_weights= is {given.label!r}. Pass "
+            "the subset that it was fitted with."
         )
     return given
 
@@ -292,7 +294,10 @@ def _curvature_of(options: dict[str, Any], given: Estimator | None, path: Any) -
         raise OptionError(f"curvature={shown(given)} must be the estimator itself, as in MyEstimator().")
     if (given.name, given.vectors) != (told, samples):
         there, here = (f"{name!r} of {n} vectors" for name, n in ((told, samples), (given.name, given.vectors)))
-        raise CheckpointError(f"{str(path)!r} has the curvature {there}; curvature= is {here}.")
+        raise CheckpointError(
+            f"{str(path)!r} has the curvature {there}; curvature= is {here}. Pass the curvature that it was fitted "
+            "with."
+        )
     return given
 
 
@@ -340,7 +345,10 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
             return _made(told.get("kind", told["name"]), told.get("options", {}), path)
         raise _missing(path, "likelihood", told["name"], "likelihood=")
     if (name := likelihood_named(given).described) != told["name"]:
-        raise CheckpointError(f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}.")
+        raise CheckpointError(
+            f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}. Pass the likelihood that it "
+            "was fitted with."
+        )
     return likelihood_named(given)
 
 

@@ -54,11 +54,11 @@ def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
     """Return everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
 
     Args:
-        with_data: needed for a 'gp', which is made of some points of the data.
+        with_data: must be True for a 'gp', whose state holds some training inputs.
 
     Raises:
-        NotFittedError: before `fit`.
-        UnsupportedError: a 'gp' without `with_data`.
+        NotFittedError: `fit` was not called yet.
+        UnsupportedError: the structure is 'gp', and `with_data` is False.
     """
     with_data, points = flag(with_data, "with_data"), la.posterior.fit.points
     if points is None:
@@ -76,10 +76,10 @@ def load_state_dict(la: Holder, state_dict: Mapping[str, Any]) -> None:
     """Take over what `state_dict` gave, on the same network with the same options.
 
     Args:
-        state_dict: what it gave, straight or through `torch.save` and `torch.load(path, weights_only=True)`.
+        state_dict: the state, directly or through `torch.save` and `torch.load(path, weights_only=True)`.
 
     Raises:
-        InputError: a state of other options, or of other parameters.
+        InputError: the state was made with other options, or for other parameters.
     """
     found = restored(la.runner, state_dict, la.values.prior)
     numbers = found.sigma_noise, found.temperature, found.softmax_temperature
@@ -236,7 +236,10 @@ def _require_dtype(runner: Runner, layout: Layout, dtype: torch.dtype) -> None:
     parameters = {plain_name(name): p for name, p in unwrap(runner.model).named_parameters()}
     dtypes = {torch.promote_types(parameters[name].dtype, torch.float32) for name in layout.names}
     if dtypes != {dtype}:
-        raise InputError(f"the state belongs to a network in {dtype}; here it would be in {dtypes.pop()}.")
+        raise InputError(
+            f"the state belongs to a network in {dtype}; this network is in {dtypes.pop()}. Write model.to({dtype}) "
+            "first."
+        )
 
 
 def _after_earlier_tasks(prior: Prior, fit: Fit, earlier: Sums, state: Mapping[str, Any]) -> CurvedPrior:

@@ -67,7 +67,7 @@ def read(path: Path, target: str | None = None, labelled: bool = True) -> Table:
 
     Args:
         path: The file, .npz, .safetensors or .csv.
-        target: Of a .csv file, the name or number of the column with the labels; the last one if left out.
+        target: For a .csv file, the name or number of the column with the labels; the last one by default.
         labelled: Whether a .csv file has labels for certain. If not, it has them only if `target` names a column of it.
 
     Raises:
@@ -94,14 +94,14 @@ def _npz(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise
     except Exception as error:  # numpy raises many kinds for a file that is none of its own
-        raise InputError(f"{path.name} is no NumPy archive of numbers: {error}") from error
+        raise InputError(f"{path.name} is not a NumPy archive of numbers: {error}") from error
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise InputError(f"{path.name} is no safetensors file: {error}") from error
+        raise InputError(f"{path.name} is not a safetensors file: {error}") from error
 
 
 def _csv(path: Path, target: str | None, labelled: bool) -> Table:

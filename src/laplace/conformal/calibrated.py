@@ -1,8 +1,9 @@
-"""`Conformal`: predictions of any source with sets and intervals that hold y as often as promised.
+"""Provide `Conformal`: sets and intervals that contain y with a guaranteed probability, for predictions of any source.
 
-What is promised: if the calibration examples and a new one are exchangeable (drawn from one distribution, say), the set
-of the new one holds its y with probability at least `level`, for any network, posterior and number of examples. It is a
-promise about the average over inputs, not about each kind of input; `class_conditional` makes it for each class.
+The guarantee: if the calibration examples and a new example are exchangeable (for instance, drawn independently from
+one distribution), the set of the new example contains its y with probability at least `level`, for any network,
+posterior and number of examples. It holds on average over inputs, not for each kind of input; with `class_conditional`
+it holds for each class.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ KIND = "conformal predictor"
 
 
 class Conformal:
-    """Sets and intervals with guaranteed coverage. Made by `la.conformal(cal_loader)` or `from_predictions`.
+    """Makes sets and intervals with guaranteed coverage. Created by `la.conformal(cal_loader)` or `from_predictions`.
 
     Attributes:
         rule: The score, with its options.
-        level: The level that calls use if they name none.
+        level: The default level of calls.
         kind: What is predicted: 'classes', 'labels', 'regression' or 'counts'.
-        class_conditional: Whether each class has a threshold of its own.
+        class_conditional: Whether each class has its own threshold.
         source: What predicts; None if predictions are given.
         options: What `predict` is called with.
 
@@ -84,7 +85,7 @@ class Conformal:
         """Return the largest score that still belongs to a set, for each output or label; and each class, if asked.
 
         Args:
-            level: Between 0 and 1; that of the object if left out.
+            level: Between 0 and 1; that of the object by default.
 
         Returns:
             (G,), or (G, K) with `class_conditional`. Infinite, with a warning once for each level, where there are too
@@ -111,11 +112,11 @@ class Conformal:
         return q
 
     def interval(self, x: Any, level: float | None = None, **model_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return intervals that hold y with probability at least `level`, each output by itself.
+        """Return intervals that contain y with probability at least `level`, for each output separately.
 
         Args:
             x: Inputs as `predict` takes them, a DataLoader included, or a prediction that was made already.
-            level: Between 0 and 1; that of the object if left out.
+            level: Between 0 and 1; that of the object by default.
             **model_kwargs: Passed on to the network.
 
         Returns:
@@ -142,15 +143,14 @@ class Conformal:
         generator: torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Tensor:  # (N, K) or (N, C, 2)
-        """Return sets of classes that hold the true one with probability at least `level`.
+        """Return sets of classes that contain the true class with probability at least `level`.
 
         Args:
             x: Inputs as `predict` takes them, a DataLoader included, or a prediction that was made already.
-            level: Between 0 and 1; that of the object if left out.
+            level: Between 0 and 1; that of the object by default.
             allow_empty: Whether sets may be empty: then no class fits the prediction as well as promised. False adds
                 the most probable class to these, which can only raise the coverage.
-            generator: What 'aps' and 'raps' draw from, unless they were made with randomized=False. torch's global one
-                if left out.
+            generator: The random generator of 'aps' and 'raps', unless randomized=False. torch's global one by default.
             **model_kwargs: Passed on to the network.
 
         Returns:
@@ -179,14 +179,14 @@ class Conformal:
         generator: torch.Generator | None = None,
         progress_bar: bool | None = None,
     ) -> CoverageTest:
-        """Count how many labelled examples lie in their set, and compare with what exchangeable ones would give.
+        """Measure the coverage on labelled examples, and compare it with that of exchangeable examples.
 
         Args:
             test_loader: Batches (x, y) that were used neither for training nor for calibration; or inputs, with labels
                 beside them; or a prediction, with labels beside it.
             y: Labels, if `test_loader` has none.
-            level: Between 0 and 1; that of the object if left out.
-            generator: What 'aps' and 'raps' draw from.
+            level: Between 0 and 1; that of the object by default.
+            generator: The random generator of 'aps' and 'raps'.
             progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
 
         Returns:
@@ -322,11 +322,17 @@ class Conformal:
     def _predicted(self, x: Any, model_kwargs: dict[str, Any]) -> Prediction | PredictionAtPositions:
         if isinstance(x, (Prediction, PredictionAtPositions)):
             if x.kind != self.kind:
-                raise InputError(f"this is a prediction of {x.kind}; calibration was with one of {self.kind}.")
+                raise InputError(
+                    f"this is a prediction of {x.kind}; calibration was with one of {self.kind}. Give a prediction of "
+                    "the posterior that was calibrated."
+                )
             groups = rows_of(x).mean.shape[1]
             expected = self._n_classes if self.kind == "classes" else self._kept.shape[1]
             if groups != expected:
-                raise InputError(f"the prediction has {groups} outputs; calibration was with {expected}.")
+                raise InputError(
+                    f"the prediction has {groups} outputs; calibration was with {expected}. Give a prediction of the "
+                    "posterior that was calibrated."
+                )
             return x
         self._require_current()
         return predict(self._required_source(), x, **self.options, **model_kwargs)

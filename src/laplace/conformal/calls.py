@@ -1,4 +1,4 @@
-"""Calibrate: `la.conformal(cal_loader)`, or of predictions that are there already."""
+"""Calibrate by `la.conformal(cal_loader)`, or on predictions that exist already."""
 
 from __future__ import annotations
 
@@ -52,28 +52,28 @@ def conformal(
     progress_bar: bool | None = None,
     group: Group = OWN,
 ) -> Conformal:
-    """Calibrate intervals or sets that hold y with probability at least `level`, whatever the network and posterior.
+    """Calibrate intervals or sets that contain y with probability at least `level`, for any network and posterior.
 
     The guarantee is for new examples that are exchangeable with those of `cal_loader`, on average over inputs.
     Take examples that were used neither for training nor for tuning.
 
     Args:
         cal_loader: Batches (x, y), or mappings; or the inputs of all data, with labels in `y`.
-        level: What calls promise if they name no level of their own, between 0 and 1.
+        level: The default level of `interval`, `set` and `coverage_test`, between 0 and 1.
         method: The score. For regression: 'scaled' by the predictive standard deviation, 'absolute', or 'cqr', the
             predictive's quantiles moved by one amount. For counts: 'scaled'. For classes: 'lac', all classes above one
             probability, with the smallest sets; 'aps' and 'raps', with sets that adapt to how hard an input is. For
-            labels: 'lac'. The first of these if left out.
+            labels: 'lac'. The first of these by default.
         y: The labels, if `cal_loader` is the inputs of all data.
-        class_conditional: Whether the promise is made for each true class by itself (Mondrian). It takes as many
+        class_conditional: Whether the guarantee holds for each true class separately (Mondrian). It takes as many
             examples of every class as `level` asks for: at least 9 at 0.9, 99 at 0.99.
-        randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
-        penalty: For 'raps', what each class beyond `k_reg` adds to the score; 0.01 if left out.
-        k_reg: For 'raps', how many classes are free; 5 if left out.
+        randomized: For 'aps' and 'raps': False draws no random numbers, and makes larger sets.
+        penalty: For 'raps', how much each class beyond `k_reg` adds to the score; 0.01 by default.
+        k_reg: For 'raps', how many classes have no penalty; 5 by default.
         pred_type: As for `predict`.
         link_approx: As for `predict`.
         n_samples: As for `predict`.
-        generator: What 'aps' and 'raps', and draws of predictions, use. torch's global one if left out.
+        generator: The random generator of 'aps', 'raps' and draws of predictions. torch's global one by default.
         progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
         group: The process group, if each rank reads its own part of `cal_loader`: all ranks get the thresholds of all
             data. If left out, every rank must read all of it, and nothing is exchanged.
@@ -103,8 +103,8 @@ def conformal(
     data = cal_loader if y is None else ArrayBatches(cal_loader, y)
     if shared := overlap(getattr(source, "training_data", None), data):
         warn(
-            f"cal_loader {shared}. The network knows these labels, so intervals and sets will be too small, and the "
-            "guarantee does not hold. Give data that was used neither for training nor for tuning."
+            f"cal_loader {shared}. The network was trained on these labels, so intervals and sets will be too small, "
+            "and the guarantee does not hold. Give data that was used neither for training nor for tuning."
         )
     given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
     progress_bar = flag_or_none(progress_bar, "progress_bar")
@@ -131,7 +131,7 @@ def from_predictions(
     k_reg: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Conformal:
-    """Calibrate on predictions that are there already, of whatever made them.
+    """Calibrate on predictions that exist already, from any source.
 
         conformal = from_predictions(la.predict(x_cal), y_cal)
         conformal.interval(la.predict(x_new))
@@ -139,13 +139,13 @@ def from_predictions(
     Args:
         prediction: What `predict` returned for the calibration examples.
         y: Their labels.
-        level: What calls promise if they name no level of their own, between 0 and 1.
+        level: The default level of `interval`, `set` and `coverage_test`, between 0 and 1.
         method: As for `la.conformal`.
-        class_conditional: Whether the promise is made for each true class by itself (Mondrian).
-        randomized: For 'aps' and 'raps': False counts classes whole, and draws no random numbers.
-        penalty: For 'raps', what each class beyond `k_reg` adds to the score; 0.01 if left out.
-        k_reg: For 'raps', how many classes are free; 5 if left out.
-        generator: What 'aps' and 'raps' draw from. torch's global one if left out.
+        class_conditional: Whether the guarantee holds for each true class separately (Mondrian).
+        randomized: For 'aps' and 'raps': False draws no random numbers, and makes larger sets.
+        penalty: For 'raps', how much each class beyond `k_reg` adds to the score; 0.01 by default.
+        k_reg: For 'raps', how many classes have no penalty; 5 by default.
+        generator: The random generator of 'aps' and 'raps'. torch's global one by default.
 
     Returns:
         A `Conformal`, whose calls take predictions instead of inputs.
@@ -208,7 +208,10 @@ def _calibrated(
         raise InputError("the data to calibrate on holds no example.")
     scores = torch.cat(kept).cpu()
     if not scores.isfinite().all():
-        raise InputError("a score of a calibration example is NaN or infinite: its predicted deviation may be zero.")
+        raise InputError(
+            "a score of a calibration example is NaN or infinite: its predicted standard deviation may be zero. Take "
+            "method='absolute', which does not divide by it, or look at the labels."
+        )
     own = torch.cat(labels).cpu() if by_class else None
     made = Conformal(rule, scores, own, n_classes, kind, level, source, options)
     made.threshold()  # warns if there are too few examples for the level

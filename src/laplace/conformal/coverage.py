@@ -1,4 +1,4 @@
-"""Whether new examples are covered as often as exchangeable ones would be.
+"""Test whether new examples are covered as often as exchangeable ones would be.
 
 Given the calibration examples, the coverage of new ones is a random number with the distribution Beta(k, n + 1 - k),
 with k = ceil((n + 1) level) (Vovk, 2012); so the number of covered ones among m is beta-binomial. With ties in the
@@ -19,7 +19,7 @@ from laplace.conformal.quantiles import rank_of
 
 @dataclass(frozen=True)
 class Cell:
-    """The coverage of the examples that share a threshold: of one output, of one class, or of all.
+    """Holds the coverage of the examples that share a threshold: of one output, of one class, or of all.
 
     Attributes:
         name: Which examples: 'all', 'output 2', 'class 3'.
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class CoverageTest:
-    """What `Conformal.coverage_test` found on labelled examples.
+    """Holds the result of `Conformal.coverage_test` on labelled examples.
 
     Attributes:
         level: The level that was promised.
@@ -94,7 +94,7 @@ def cells_of(
     counts: Sequence[Sequence[int]],  # G of 1, or of K: how many calibration examples each threshold has
     level: float,
 ) -> tuple[Cell, ...]:
-    """Return the coverage of the examples behind each threshold; those without an example are left out."""
+    """Return the coverage of the examples of each threshold. Thresholds without an example are left out."""
     found = []
     several = len(counts) > 1
     for g, by_class in enumerate(counts):

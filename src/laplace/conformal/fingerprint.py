@@ -1,4 +1,4 @@
-"""Tell whether a source still predicts as it did: a calibration belongs to one posterior."""
+"""Check whether a source still predicts as it did, because a calibration is valid for one posterior only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from laplace.network.digests import Digest
 
 
 class Fingerprint:
-    """A digest of what predictions depend on; computed again only when the source's values were replaced."""
+    """Keeps a digest of what predictions depend on. Computed again only after the source's values were replaced."""
 
     def __init__(self, value: str | None = None) -> None:
         self.value = value

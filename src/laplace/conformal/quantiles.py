@@ -1,4 +1,4 @@
-"""The quantile behind every guarantee here: the ceil((n + 1) level)-th smallest of n calibration scores.
+"""Compute the quantile behind every guarantee: the ceil((n + 1) level)-th smallest of n calibration scores.
 
 If the n scores and that of a new example are exchangeable, the new one is as likely to have each rank, and so exceeds
 this quantile with probability 1 - ceil((n + 1) level) / (n + 1) <= 1 - level (Vovk et al., 2005). Where n is too small
@@ -48,7 +48,7 @@ def told_infinite(
     n: int,
     numbers: bool,
 ) -> str | None:
-    """Return what to say where thresholds are infinite, or None if all are finite."""
+    """Return the warning about infinite thresholds, or None if all are finite."""
     if not q.isinf().any():
         return None
     there, what = f", there are {n}", "all numbers, from minus to plus infinity" if numbers else "everything"

@@ -1,4 +1,4 @@
-"""The scores by which a new example is compared with the calibration examples: one class per method.
+"""Define the scores that compare a new example with the calibration examples: one class per method.
 
 A score says how badly y fits the prediction. Any score gives the guarantee; a good one gives small sets, and sets that
 are larger where the model is less sure.
@@ -145,7 +145,7 @@ class Regularised(SetRule):
     k_reg: int = 5
 
     def __post_init__(self) -> None:
-        """Refuse a penalty below zero, and what is no number of classes."""
+        """Refuse a penalty below zero, and a k_reg that is not a number of classes."""
         whole_number(self.k_reg, "k_reg", least=0)
         penalty = self.penalty
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not 0 <= penalty < float("inf"):
@@ -162,7 +162,7 @@ RANDOMISED: Final = (Adaptive.name, Regularised.name)
 
 
 def rule_of(method: str | None, kind: str, given: dict[str, Any]) -> IntervalRule | SetRule:
-    """Return the rule of this name for predictions of this kind; the usual one if there is no name.
+    """Return the rule of this name for predictions of this kind; without a name, the default.
 
     Args:
         method: One of `INTERVALS` for numbers, one of `SETS` for classes.

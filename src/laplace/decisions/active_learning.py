@@ -1,4 +1,4 @@
-"""Active learning: which inputs of a pool are worth a label.
+"""Choose which inputs of a pool to label (active learning).
 
     chosen = acquire(la, pool, n=10, method="batch_bald")
     pool[chosen.indices]
@@ -36,7 +36,7 @@ _USE = "Take 'classification', 'binary' with one output, 'ordinal' or 'regressio
 
 @dataclass(frozen=True)
 class Acquisition:
-    """Inputs of a pool that were chosen.
+    """Holds the inputs of a pool that were chosen.
 
     Attributes:
         indices: Which inputs, (n,), the best first.
@@ -62,8 +62,8 @@ def acquire(
 ) -> Acquisition:
     """Choose n inputs of a pool to be labelled.
 
-    All methods but 'batch_bald' score each input by itself and take the n best, which may be n times nearly the same
-    input. 'batch_bald' adds one input after the other, the one with which the batch tells most about the function.
+    All methods but 'batch_bald' score each input separately and take the n best, which may all be nearly the same.
+    'batch_bald' adds one input after the other, each time the one that makes the batch most informative.
 
     Args:
         la: A fitted posterior.
@@ -73,12 +73,12 @@ def acquire(
         method: 'bald', the information of a label about the function (Houlsby et al. 2011); 'batch_bald', of the labels
             of the whole batch (Kirsch et al. 2019); 'epig', of a label about the labels at `targets` (Smith et al.
             2023); 'entropy' of the prediction; 'margin', small between the two likeliest classes.
-        targets: For 'epig', inputs where the predictions shall be good, in a form like that of `pool`. The pool itself
-            if left out.
+        targets: For 'epig', inputs where the predictions should be good, in the same form as `pool`. By default the
+            pool itself.
         n_samples: For classes, how many functions are drawn.
-        combinations: For 'batch_bald' with classes, how many combinations of labels are summed; if there are more, as
-            many are drawn.
-        generator: The random generator. torch's global one if left out.
+        combinations: For 'batch_bald' with classes, how many combinations of labels are summed. If there are more, this
+            many are drawn at random.
+        generator: The random generator. torch's global one by default.
 
     Returns:
         The chosen indices and their scores.
@@ -123,7 +123,7 @@ def score(
     n_samples: int = 200,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (N,)
-    """Return the score of each input of a pool by itself; larger is more worth a label.
+    """Return the score of each single input of a pool. Inputs with larger scores are more useful to label.
 
     Args:
         la: A fitted posterior.
@@ -131,7 +131,7 @@ def score(
         method: As in `acquire`. 'batch_bald' of single inputs is 'bald'.
         targets: For 'epig', as in `acquire`.
         n_samples: For classes, how many functions are drawn.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
 
     Returns:
         (N,), float64, in nats except for 'margin'.
@@ -166,7 +166,7 @@ def score(
 
 
 def _is_regression(la: Source) -> bool:
-    """Whether y is real. Refuse what is neither that nor one of several classes."""
+    """Whether y is real. Refuse likelihoods that are neither regression nor one of several classes."""
     likelihood = la.likelihood
     if isinstance(likelihood, (OneOfSeveral, Bernoulli)):
         return False
@@ -227,7 +227,7 @@ def _gaussian_scores(la: Source, x: Tensor, method: str, targets: Tensor | None)
 
 
 def _gaussian_batch(la: Source, x: Tensor, n: int) -> Acquisition:
-    """Choose the batch with the most information, one input after the other: 1/2 log det(I + noise^-1 K)."""
+    """Choose the most informative batch greedily, one input after the other, by 1/2 log det(I + noise^-1 K)."""
     _require_enough(n, len(x))
     noise = _noise(la, x)
     left = joint_blocks(la, x.unsqueeze(1)).covariance.double()  # given the chosen, (N, C, C)

@@ -35,7 +35,7 @@ def choose(
         rule: 'thompson', the best under one draw of the weights, which all contexts of a call share; 'ucb', the largest
             mean plus `beta` standard deviations of the mean reward; 'greedy', the largest mean.
         beta: For 'ucb', how many standard deviations.
-        generator: For 'thompson', the random generator. torch's global one if left out.
+        generator: For 'thompson', the random generator. torch's global one by default.
 
     Returns:
         The index of the chosen option in each context, (B,).

@@ -1,4 +1,4 @@
-"""Functions drawn from a posterior: draws of the weights that can be evaluated at any inputs, again and again."""
+"""Draw functions from a posterior: draws of the weights that can be evaluated at any inputs, repeatedly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DrawnFunctions:
         source: The posterior.
         n_samples: How many functions, S.
         pred_type: 'glm' or 'nn'.
-        seed: What the weights are drawn by.
+        seed: The seed of the draws.
     """
 
     source: Source
@@ -49,7 +49,7 @@ class DrawnFunctions:
 def draw_functions(
     la: Source, n_samples: int = 1, pred_type: str = "glm", generator: torch.Generator | None = None
 ) -> DrawnFunctions:
-    """Draw functions from a posterior, as for Thompson sampling: choose x, and maximise one of them.
+    """Draw functions from a posterior, for example for Thompson sampling: maximise one of them over x.
 
     Nothing is stored but a seed: each call draws the same weights again, which costs what `la.sample` costs.
 
@@ -58,7 +58,7 @@ def draw_functions(
         n_samples: How many functions, S.
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights. They are
             the same for a last layer.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
 
     Returns:
         A callable: N inputs to outputs (S, N, C).

@@ -1,4 +1,4 @@
-"""Information that labels carry about a posterior, from draws of class probabilities or from Gaussians.
+"""Compute how much labels would tell about a posterior, from draws of class probabilities or from Gaussians.
 
 Tensors in, tensors out. Probabilities of S drawn functions at N inputs are (S, N, K). Given a function, labels at
 different inputs are independent; what they share is which function it is. Sums are taken in float64, because the
@@ -50,7 +50,7 @@ def information_about(p: Tensor, targets: Tensor) -> Tensor:  # (S, N, K), (S, M
 
 
 class JointEntropy:
-    """Entropy of the labels of a growing batch of inputs together (BatchBALD).
+    """Computes the joint entropy of the labels of a growing batch of inputs (BatchBALD).
 
     All K^n combinations of labels are summed while there are at most `most` of them. After that, `most` combinations
     are drawn from the model, and the entropy with one more label is estimated from them.

@@ -1,4 +1,4 @@
-"""How sure a score is, given that its test set could have been another one."""
+"""Compute how much a score would vary with another test set of the same size."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bootstrap(
         level: The level of the interval, between 0 and 1.
         n_resamples: How many test sets are drawn.
         paired: Whether row n of all arrays belongs to the same example. False draws each array by itself.
-        generator: The random generator. A new one with seed 0 if left out: a call gives the same interval twice.
+        generator: The random generator. A new one with seed 0 by default, so that a call gives the same interval twice.
         **options: Passed on to the metric.
 
     Returns:

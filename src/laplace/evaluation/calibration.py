@@ -115,7 +115,7 @@ def mce(
 
 @dataclass(frozen=True)
 class Reliability:
-    """How often the predicted class was right, by how confident the prediction was. Made by `reliability`.
+    """Holds accuracy by confidence: how often the predicted class was right, in bins. Made by `reliability`.
 
     Bin b holds the examples whose top probability lies in (edges[b], edges[b + 1]]. An empty bin has `nan` as mean
     confidence and as accuracy, and does not count.
@@ -181,7 +181,7 @@ def binned(
     n_bins: int = DEFAULT_BINS,
     adaptive: bool = False,
 ) -> Reliability:
-    """Sort predictions, of each of which it is known whether it was right, into bins of their confidence."""
+    """Sort predictions into bins of their confidence, given whether each was right."""
     top = confidence.double()
     edges = torch.linspace(0, 1, n_bins + 1, dtype=torch.float64, device=top.device)
     if adaptive:

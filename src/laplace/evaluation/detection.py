@@ -1,4 +1,4 @@
-"""Detection of examples from outside the training distribution by a score. **Higher means out.**
+"""Score how well examples from outside the training distribution are detected. **A higher score means outside.**
 
 The score is an uncertainty: `prediction.epistemic`, `prediction.entropy`, or `1 - probs.amax(-1)`. The examples from
 outside are the positive class everywhere, as for scikit-learn and torchmetrics with target 1 for them. To make those
@@ -20,7 +20,7 @@ def auroc(
     scores_in: Values,  # (N,)
     scores_out: Values,  # (M,)
 ) -> float:
-    """Return the area under the ROC curve of a score that is to tell outside from inside. Higher means out.
+    """Return the area under the ROC curve of a score that separates outside from inside. Higher means outside.
 
     The area is the probability that a random example from outside scores higher than a random one from inside, with
     ties counting half: mean_{n,m} [out[m] > in[n]] + 1/2 [out[m] = in[n]]. If a score is high inside, such as the top
@@ -47,7 +47,7 @@ def aupr(
     scores_in: Values,  # (N,)
     scores_out: Values,  # (M,)
 ) -> float:
-    """Return the area under the precision-recall curve, with outside as the positive class. Higher means out.
+    """Return the area under the precision-recall curve; outside is the positive class. Higher means outside.
 
     It is scikit-learn's average precision: sum_k (recall[k] - recall[k - 1]) precision[k] over the thresholds, ties in
     one step. Guessing scores M / (N + M), so compare it only between sets of the same sizes.
@@ -101,7 +101,7 @@ def fpr95(
     scores_in: Values,  # (N,)
     scores_out: Values,  # (M,)
 ) -> float:
-    """Return the share of examples from inside flagged when 95 % of those from outside are caught. Higher means out.
+    """Return the share of inside examples flagged when 95 % of outside ones are caught. Higher means outside.
 
     The same as `fpr_at_tpr` at 0.95. Some papers make inside the positive class, and count the examples from outside
     that pass when 95 % of those from inside do: `fpr95(-scores_out, -scores_in)`.

@@ -1,4 +1,4 @@
-"""Figures: whether confidence is justified, where a regressor is uncertain, what intervals hold, what answers cost.
+"""Draw figures: reliability, a regression band with its uncertainties, coverage of intervals, risk against coverage.
 
 Each returns a `matplotlib.figure.Figure` to save or show, or draws into axes of yours (`ax=`). No global state of
 matplotlib is changed, and no display is needed. The colours are Okabe and Ito's, which colour-blind readers can tell

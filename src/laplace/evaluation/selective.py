@@ -1,4 +1,4 @@
-"""Selective prediction: answer the examples that the model is sure of, and hand on the others.
+"""Score selective prediction: answer the examples that the model is sure of, and refer the others.
 
 The coverage is the share of examples that are answered, the risk their mean loss. Examples are answered in the order of
 their uncertainty, lowest first. Where uncertainties tie, every order is as good as another, and the risk is its mean
@@ -19,7 +19,7 @@ from laplace.evaluation.arrays import Values, classified, real_of, scores_of, te
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The risk among the k most certain of N examples, for every k. Made by `risk_coverage`.
+    """Holds the risk among the k most certain of N examples, for every k. Made by `risk_coverage`.
 
     Attributes:
         coverage: k / N for k = 1..N, the share of examples answered, (N,).
@@ -141,7 +141,7 @@ def selective_accuracy(
         probs: Probabilities, (N, C).
         y: Class indices, (N,).
         coverage: Share of examples to answer, above 0 and up to 1; rounded up to whole examples.
-        uncertainty: Score of each example, (N,). Higher means less certain. One minus the top probability if left out.
+        uncertainty: Score of each example, (N,). Higher means less certain. One minus the top probability by default.
 
     Returns:
         A number between 0 and 1; larger is better.

@@ -1,4 +1,4 @@
-"""Joint Gaussians of the outputs within groups of inputs, and between them and further inputs. For regression.
+"""Compute joint Gaussians of the outputs within groups of inputs, and between them and further inputs. For regression.
 
 A joint covariance of all inputs has (N C)^2 numbers. Who needs covariances only within each of G groups of q inputs
 gets them from joint covariances of some groups at a time.
@@ -21,7 +21,7 @@ _POINTS = 128  # inputs per joint covariance: few enough that entries between gr
 
 @dataclass(frozen=True)
 class Blocks:
-    """The Gaussians of G groups of q inputs with C outputs each, ordered input after input.
+    """Holds the Gaussians of G groups of q inputs with C outputs each, ordered input after input.
 
     Attributes:
         mean: (G, q, C).

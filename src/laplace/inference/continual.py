@@ -59,7 +59,10 @@ def subtracted(left: Fitted, right: Fitted) -> Fit:
 def without(whole: Fit, part: Fit) -> Fit:
     """Return the sums of `whole` minus those of `part`."""
     if part.n_data >= whole.n_data:
-        raise InputError(f"{part.n_data} examples cannot be taken out of {whole.n_data}: none would be left.")
+        raise InputError(
+            f"{part.n_data} examples cannot be taken out of {whole.n_data}: none would be left. In a - b, b must have "
+            "fewer examples than a."
+        )
     minus = {key: -value for key, value in part.sums.items()}, {key: -value for key, value in part.data.items()}
     sums, data = added(whole.sums, minus[0]), added(whole.data, minus[1])
     tolerance = torch.finfo(whole.mean.dtype).eps ** 0.5

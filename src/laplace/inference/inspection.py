@@ -70,7 +70,7 @@ def coverage(la: Fitted) -> Coverage:
     """Return a table of all uncertain tensors: the rule that explains each, what is kept of it, and the bytes.
 
     Raises:
-        NotFittedError: before `fit`.
+        NotFittedError: `fit` was not called yet.
     """
     return coverage_of(la.posterior.fit, la.runner.plan)
 

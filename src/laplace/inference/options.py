@@ -17,7 +17,7 @@ from laplace.weights import Subnetwork
 
 
 class Runs(Protocol):
-    """Has a network with the options that it is treated by."""
+    """Has a network, and the options of its Laplace approximation."""
 
     @property
     def runner(self) -> Runner: ...

@@ -109,7 +109,7 @@ def close(loss: Tensor, other: Tensor, exactly: bool = False) -> bool:
 
 
 def _is_compared(likelihood: Likelihood) -> bool:
-    """Whether networks have the loss of such a likelihood built in. Others were chosen to differ from it."""
+    """Whether networks usually return the loss of such a likelihood. Other likelihoods differ from it on purpose."""
     kinds = Categorical, Multilabel, Gaussian
     return isinstance(likelihood, kinds) and not likelihood.further and not likelihood.pairs
 

@@ -68,8 +68,8 @@ def call(
             'probit', 'one_vs_rest', 'mc', 'bridge', 'bridge_norm' or 'delta'.
         n_samples: How many draws, for link 'mc' and for 'nn'.
         diagonal_output: Whether to return variances instead of covariances between outputs.
-        generator: The random generator. torch's global one if left out.
-        outputs: Indices of the wanted outputs, all if left out. Regression only.
+        generator: The random generator. torch's global one by default.
+        outputs: Indices of the wanted outputs, all by default. Regression only.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -148,7 +148,7 @@ def predict(
         n_samples: How many draws of the outputs. The epistemic part for classes comes from draws with every link.
         diagonal_output: Whether to leave out covariances between outputs. If not given, they are left out for more than
             32 outputs, unless link 'mc' needs them.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
         progress_bar: Whether a DataLoader shows a progress bar; None shows one in a terminal after a few seconds.
         group: The process group, if each rank predicts its own part of a loader: all get the predictions of all, in the
             order of the data. If left out, nothing is exchanged. After `fit(shard_factors=True)`, all ranks must give
@@ -244,7 +244,7 @@ def functional_samples(
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
         n_samples: How many draws.
         diagonal_output: With 'glm', whether to draw every output independently instead.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -289,7 +289,7 @@ def predictive_samples(
         pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
         n_samples: How many draws.
         diagonal_output: With 'glm', whether to draw every output independently.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
         **model_kwargs: Passed on to the network.
 
     Returns:
@@ -318,7 +318,7 @@ def preference(
     Args:
         a: N inputs, as the network takes them.
         b: N inputs to compare with them, one each.
-        link_approx: 'probit', 'mc' or 'quadrature'. 'quadrature', which is exact, if left out.
+        link_approx: 'probit', 'mc' or 'quadrature'. By default 'quadrature', which is exact.
         n_samples: How many draws, for 'mc'. They are seeded: every call uses the same.
         **model_kwargs: Passed on to the network.
 
@@ -352,7 +352,7 @@ def sample(la: Fitted, /, n_samples: int = 100, generator: torch.Generator | Non
 
     Args:
         n_samples: How many draws, S.
-        generator: The random generator. torch's global one if left out.
+        generator: The random generator. torch's global one by default.
 
     Returns:
         (S, P), in the order of `la.mean`.
@@ -390,7 +390,7 @@ def pred_type_named(name: str, functional: bool) -> str:
 
 
 def _wanted(response: Response, independent: bool) -> Query:
-    """Return what a full prediction asks for."""
+    """Return the query of a full prediction."""
     if response.only_differences:
         return Contrasts(covariances=not independent, beside=True)
     return Variances() if independent else Covariances()
@@ -434,13 +434,13 @@ def _linked(
 
 
 def _needed(link: Link, independent: bool) -> Query:
-    """Return what a link asks for; less if the outputs are to be treated as independent: their variances alone."""
+    """Return the query of a link; only variances if the outputs are to be treated as independent."""
     need = link.needs()
     return Variances() if independent and need != Contrasts() else need
 
 
 def _require_own_mean(p: Any, n: int, name: str) -> None:
-    """Refuse what a link of the user returned, if it is no mean: another shape than (N, K), or NaN."""
+    """Refuse a result of the user's link that is not a mean: a shape other than (N, K), or NaN."""
     if name != "own link":
         return
     if not isinstance(p, Tensor) or p.dim() != 2 or len(p) != n:

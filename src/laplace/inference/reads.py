@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other after a run over the data, before they add their sums."""
+"""Define what ranks tell each other after a run over the data, before they add their sums."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _AT_ONCE = 2**16  # most weights that are compared with the posterior's mean in 
 
 @dataclass
 class ReadyEngine:
-    """An engine on a kept replica, and the weights that its posterior belongs to."""
+    """Holds an engine on a kept replica, and the weights that its posterior was fitted at."""
 
     engine: Head | Network
     kept: KeptReplica
@@ -65,7 +65,7 @@ class ReadyEngine:
 
 
 class Ready:
-    """Engines that wait for a call. Each serves one call at a time, so that threads do not meet in a replica."""
+    """Keeps engines for the next calls. Each serves one call at a time, so that threads never share a replica."""
 
     def __init__(self) -> None:
         self._idle: list[ReadyEngine] = []

@@ -218,7 +218,8 @@ class Runner:
             if forward.positions.c != fit.n_outputs:
                 self._refuse_if_single(inputs, fit, None)
                 raise InputError(
-                    f"the outputs have {forward.positions.c} classes or outputs each; fitted on (N, {fit.n_outputs})."
+                    f"the network returns {forward.positions.c} outputs for each example, and returned {fit.n_outputs} "
+                    "when the posterior was fitted. Give inputs of the same kind, or fit again."
                 )
             check_finite(forward.outputs, "the network's outputs hold", forward.positions.count, seen)
             seen += forward.positions.n
@@ -304,7 +305,9 @@ class Runner:
             self.snapshot = Snapshot.of(self.model)  # this is a copy, and its values are the same
         if changed:
             self.warn_once(
-                "stale", f"{changed} since fit; the posterior belongs to the old ones. Call la.fit again.", StaleWarning
+                "stale",
+                f"{changed} since fit; the posterior is valid only for the network as it was. Call la.fit again.",
+                StaleWarning,
             )
         return not changed
 

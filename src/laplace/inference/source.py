@@ -41,7 +41,7 @@ FEWER = "Ask for fewer draws, or for fewer inputs at a time."
 
 @dataclass(frozen=True)
 class Part:
-    """The outputs at consecutive inputs, with one row for every position of every input.
+    """Holds the outputs at consecutive inputs, with one row for every position of every input.
 
     Attributes:
         positions: Where the rows are in the network's own outputs.
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Frame:
-    """How inputs are read, and the limits of a prediction.
+    """Says how inputs are read, and holds the limits of a prediction.
 
     Attributes:
         keys: Which keys of a mapping are the inputs.
@@ -157,7 +157,7 @@ class Fitted(Protocol):
 
 
 def outputs_of(la: Fitted, inputs: Inputs, need: Query, answer: Answer | None = None) -> Iterator[Part]:
-    """Yield the distribution of the outputs at consecutive parts of the inputs: what all predictions are made of.
+    """Yield the distribution of the outputs at consecutive parts of the inputs. All predictions are computed from it.
 
     Args:
         inputs: what the network is called with.
@@ -165,7 +165,7 @@ def outputs_of(la: Fitted, inputs: Inputs, need: Query, answer: Answer | None = 
         answer: counts what the caller keeps, which is refused before it would not fit into memory.
 
     Raises:
-        NotFittedError: before `fit`.
+        NotFittedError: `fit` was not called yet.
         MemoryBudgetError: an answer that would not fit into memory.
     """
     posterior, runner = la.posterior, la.runner

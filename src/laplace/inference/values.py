@@ -1,4 +1,4 @@
-"""The values of a Laplace approximation: what the data left, the prior, the noise and the temperatures.
+"""Hold the values of a Laplace approximation: sums over the data, the prior, the noise and the temperatures.
 
     prior_precision(la), set_prior_precision(la, 2.0)
 
@@ -129,7 +129,7 @@ def is_fitted(la: Holder) -> bool:
 
 
 def training_data(la: Holder) -> Iterable[Any] | None:
-    """Return what `fit` was given, for tuning; a reference, which is not in files, pickles and copies.
+    """Return a reference to the data of `fit`, for tuning. It is not part of files, pickles and copies.
 
     None if it was an iterator, or was added to earlier data.
     """
@@ -144,14 +144,14 @@ def log_marginal_likelihood(
     """Return the log evidence, differentiable in both arguments; values that are given are kept, as if set.
 
     Args:
-        prior_precision: one number, one per parameter tensor, or one per weight; the current one if left out.
-        sigma_noise: of a regression; the current one if left out.
+        prior_precision: one number, one per parameter tensor, or one per weight; the current one by default.
+        sigma_noise: the noise of a regression; the current one by default.
 
     Returns:
         A scalar, float64. Larger is better.
 
     Raises:
-        NotFittedError: before `fit`.
+        NotFittedError: `fit` was not called yet.
         OptionError: a value that is not positive, or of another length.
         NumericalError: a posterior precision that is not positive definite.
     """
@@ -171,7 +171,7 @@ def log_marginal_likelihood(
 
 
 def prior(la: Holder) -> Prior:
-    """Return the prior as a whole, with what earlier tasks left. Setting it needs no refit."""
+    """Return the prior, including the curvature of earlier tasks. Setting it needs no refit."""
     return la.values.prior
 
 
@@ -201,7 +201,10 @@ def prior_mean(la: Holder) -> Tensor:
     """Return the prior's mean, a scalar or one value per weight. Setting it needs no refit."""
     mean = getattr(la.values.prior, "mean", None)
     if mean is None:
-        raise UnsupportedError(f"the prior is {la.values.prior}, which has no mean of its own.")
+        raise UnsupportedError(
+            f"the prior is {la.values.prior}, which has no mean. Priors with a mean are GaussianPrior, StudentT, "
+            "SmoothedLaplace and CorrelatedGaussian."
+        )
     return mean
 
 
@@ -236,7 +239,7 @@ def _notice_clipped(runner: Runner, made: Posterior) -> None:
     runner.warn_once(
         "prior_clipped",
         f"-d2 log p of {prior} has {clipped.count} negative eigenvalues at the weights, the lowest "
-        f"{clipped.lowest:.2g} of the largest; they are set to zero, and these weights are held by the data alone. "
+        f"{clipped.lowest:.2g} of the largest; they are set to zero, so that only the data limits these weights. "
         f"See la.prior_clipped; {remedy}.",
     )
 
@@ -318,4 +321,6 @@ def device_named(value: Any) -> torch.device:
     try:
         return torch.device(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError(f"device={shown(value)} is no device of torch here, as 'cpu' is: {error}") from None
+        raise OptionError(
+            f"device={shown(value)} is not a torch device here; write 'cpu' or 'cuda'. ({error})"
+        ) from None

@@ -50,18 +50,18 @@ class LaplaceCallback(Callback):
     Args:
         likelihood: As `Laplace` takes it.
         module: The name of the attribute of the LightningModule that is the network, such as 'net' or 'model.backbone'.
-            The LightningModule itself, with its `forward`, if left out.
+            By default the LightningModule itself, with its `forward`.
         tune: A method of `la.tune`; None leaves the prior as it is.
         calibrate: Whether to call `la.calibrate` on the validation data, if there is any.
         path: A file to which the posterior is saved.
         unpack: A function that makes (x, y) of a batch, as `training_step` does: lambda batch: (batch["image"],
-            batch["label"]). Batches are taken as `Laplace.fit` takes them if left out.
+            batch["label"]). By default batches are read as `Laplace.fit` reads them.
         **laplace_options: Further options of `Laplace`.
 
     Attributes:
         laplace: The fitted `Laplace`.
-        tuned: What `la.tune` found; None if it was not called.
-        calibrated: What `la.calibrate` found; None if it was not called.
+        tuned: The result of `la.tune`; None if it was not called.
+        calibrated: The result of `la.calibrate`; None if it was not called.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class LaplaceModule(LightningModule):
     Args:
         la: A fitted `Laplace`.
         unpack: A function that makes (x, y) of a batch, as that of `LaplaceCallback`; y is not used.
-        **options: Of `la.predict`, such as link_approx or n_samples.
+        **options: Options of `la.predict`, such as link_approx or n_samples.
     """
 
     def __init__(self, la: Laplace, unpack: Callable[[Any], tuple[Any, Any]] | None = None, **options: Any) -> None:
@@ -185,7 +185,7 @@ class LaplaceModule(LightningModule):
 
 
 class _Unpacked:
-    """The batches of a loader, each made into (x, y)."""
+    """Yields the batches of a loader, each unpacked into (x, y)."""
 
     def __init__(self, loader: Any, unpack: Callable[[Any], tuple[Any, Any]]) -> None:
         self.loader, self.unpack = loader, unpack

@@ -41,7 +41,7 @@ __all__ = ["LaplaceClassifier", "LaplaceRegressor"]
 
 
 class _LaplaceEstimator(BaseEstimator):
-    """What both estimators share: training, the posterior, its tuning."""
+    """Holds what both estimators share: training, the posterior, its tuning."""
 
     _task: str
 
@@ -84,7 +84,7 @@ class _LaplaceEstimator(BaseEstimator):
 
     @abstractmethod
     def _loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what the network is trained with."""
+        """Return the training loss."""
 
     def _fit(self, x: np.ndarray, y: np.ndarray, n_outputs: int, classes: bool) -> Self:
         """Train the network on arrays and fit its posterior. `y` is what the network's outputs are compared with."""
@@ -104,7 +104,9 @@ class _LaplaceEstimator(BaseEstimator):
         la = Laplace(self.module_, self._task, self.subset_of_weights, self.hessian_structure, **options)
         la.fit(x, y=y, batch_size=self.batch_size, generator=torch.Generator().manual_seed(seed))
         if la.n_outputs != n_outputs:
-            raise OptionError(f"the network has {la.n_outputs} outputs; y needs {n_outputs}.")
+            raise OptionError(
+                f"the network has {la.n_outputs} outputs; y needs {n_outputs}. Give the network {n_outputs} outputs."
+            )
         if self.tune is not None:
             la.tune(method=self.tune)
         if held_out is not None:
@@ -168,20 +170,20 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         module: The network, which returns logits (N, K) for K classes: a `torch.nn.Module` (a copy of it is trained); a
             class or function that makes one, called with (n_features, n_outputs); a skorch net, which is trained by its
             own `fit`, with `criterion=nn.CrossEntropyLoss`; None for a multilayer perceptron.
-        train: Whether to train it. False takes a trained `torch.nn.Module`, or a fitted skorch net, as it is.
-        hidden_sizes: Of the multilayer perceptron, units in each hidden layer.
+        train: Whether to train the network. False uses a trained `torch.nn.Module`, or a fitted skorch net, unchanged.
+        hidden_sizes: The number of units in each hidden layer of the multilayer perceptron.
         max_epochs: How many times the training data is read.
-        batch_size: Examples in a batch.
-        learning_rate: Of the optimizer.
-        weight_decay: Of the optimizer.
+        batch_size: The number of examples in a batch.
+        learning_rate: The learning rate of the optimizer.
+        weight_decay: The weight decay of the optimizer.
         optimizer: A class of `torch.optim`.
         subset_of_weights: As `Laplace` takes it.
         hessian_structure: As `Laplace` takes it.
-        prior_precision: Of the weights, where `tune` begins.
+        prior_precision: The prior precision of the weights, from which `tune` starts.
         tune: A method of `la.tune`, 'auto', 'evidence' or 'loo'; None leaves the prior precision as it is.
-        validation_fraction: The share of the data that is kept from training and given to `la.calibrate`.
+        validation_fraction: The share of the data that is held out from training and given to `la.calibrate`.
         laplace_options: Further options of `Laplace`, by name.
-        device: Where the network is trained; its own device if left out.
+        device: Where the network is trained; its own device by default.
         random_state: A seed, for initial weights, order of the data and validation data.
 
     Attributes:
@@ -247,28 +249,28 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         module: The network, which returns (N, C) for C targets: a `torch.nn.Module` (a copy of it is trained); a class
             or function that makes one, called with (n_features, n_outputs); a skorch net, which is trained by its own
             `fit`; None for a multilayer perceptron.
-        train: Whether to train it. False takes a trained `torch.nn.Module`, or a fitted skorch net, as it is.
-        hidden_sizes: Of the multilayer perceptron, units in each hidden layer.
+        train: Whether to train the network. False uses a trained `torch.nn.Module`, or a fitted skorch net, unchanged.
+        hidden_sizes: The number of units in each hidden layer of the multilayer perceptron.
         max_epochs: How many times the training data is read.
-        batch_size: Examples in a batch.
-        learning_rate: Of the optimizer.
-        weight_decay: Of the optimizer.
+        batch_size: The number of examples in a batch.
+        learning_rate: The learning rate of the optimizer.
+        weight_decay: The weight decay of the optimizer.
         optimizer: A class of `torch.optim`.
-        normalize_y: Whether the network learns targets of mean 0 and variance 1, from which predictions are scaled
-            back. Not with `train=False`, whose network has learnt the targets as they are.
+        normalize_y: Whether the network learns targets scaled to mean 0 and variance 1; predictions are scaled back.
+            Not used with `train=False`, because that network was trained on its own targets.
         subset_of_weights: As `Laplace` takes it.
         hessian_structure: As `Laplace` takes it.
-        prior_precision: Of the weights, where `tune` begins.
+        prior_precision: The prior precision of the weights, from which `tune` starts.
         tune: A method of `la.tune`, 'auto', 'evidence' or 'loo'; None leaves prior and noise as they are.
-        validation_fraction: The share of the data that is kept from training and given to `la.calibrate`.
+        validation_fraction: The share of the data that is held out from training and given to `la.calibrate`.
         laplace_options: Further options of `Laplace`, by name.
-        device: Where the network is trained; its own device if left out.
+        device: Where the network is trained; its own device by default.
         random_state: A seed, for initial weights, order of the data and validation data.
 
     Attributes:
         laplace_: The fitted `Laplace`. It predicts (y - y_mean_) / y_scale_.
-        y_mean_: Of the targets; 0 where they are not normalised.
-        y_scale_: Their standard deviation; 1 where they are not normalised.
+        y_mean_: The mean of the targets; 0 if they are not normalised.
+        y_scale_: The standard deviation of the targets; 1 if they are not normalised.
         module_: The trained network.
         n_features_in_: Width of the inputs.
     """

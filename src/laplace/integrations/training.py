@@ -16,7 +16,7 @@ from laplace.errors import OptionError
 
 
 def network_of(module: Any, n_features: int, n_outputs: int, hidden_sizes: Sequence[int]) -> nn.Module:
-    """Return a network of one's own: a copy of a module, what a class or factory makes, or a multilayer perceptron.
+    """Return a network that may be trained: a copy of a module, a new one from a class or factory, or a default MLP.
 
     A class or factory is called with (n_features, n_outputs), or with those that it takes by name.
     """

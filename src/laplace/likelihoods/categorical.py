@@ -38,7 +38,7 @@ class Categorical(OneOfSeveral):
             outputs at several positions the positions labelled -100 are left out.
 
     Raises:
-        OptionError: a value is outside its range.
+        OptionError: a value is out of range.
     """
 
     name = "classification"

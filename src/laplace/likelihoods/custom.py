@@ -45,7 +45,7 @@ def from_log_prob(
         inverse_link: Maps f (..., C) to what it stands for, such as probabilities. With it, `la(x)` is the mean of the
             inverse link over draws of f; without it, the mean and covariance of the outputs.
         sample: `sample(f, n_samples, generator)` draws labels. Only curvature 'mc' needs it.
-        name: Identifies the function when saved states are compared. The function's own name if left out.
+        name: Identifies the function when saved states are compared. The function's own name by default.
 
     Returns:
         A likelihood for `Laplace`.
@@ -64,8 +64,8 @@ class ByAutograd(Likelihood):
     """A likelihood that is known by `log_prob` alone: a subclass writes that, and no more.
 
     Score and Lambda come from autograd; Lambda is minus the second derivative at the label, with its negative
-    eigenvalues, if any, set to zero. Further methods say more where more is known: `inverse_link`, whose mean over
-    draws `la(x)` then is (or through `links` of one's own), and `sample`, which curvature 'mc' needs.
+    eigenvalues, if any, set to zero. Two methods are optional: `inverse_link`, whose mean over draws `la(x)` then
+    returns (or through your own `links`), and `sample`, which curvature 'mc' needs.
     """
 
     joint = True
@@ -105,7 +105,10 @@ class ByAutograd(Likelihood):
                 f"example, ({len(f)},), is needed. Sum over the outputs, not over the examples."
             )
         if not value.isfinite().all():
-            raise InputError(f"{self._source} returned NaN or infinite values for these labels.")
+            raise InputError(
+                f"{self._source} returned NaN or infinite values for these labels. Check that the labels are allowed, "
+                "and avoid log(0) and overflow (logsumexp, log1p, logsigmoid)."
+            )
         self._require_own_rows(f, y, value)
         return y
 
@@ -134,7 +137,9 @@ class ByAutograd(Likelihood):
 
     def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
         if y is None:
-            raise UnsupportedError(f"{self.name} has a Lambda at labels only; here outputs without labels came.")
+            raise UnsupportedError(
+                f"the curvature of {self.name} depends on the labels; write fisher(f, y), with labels."
+            )
         values, vectors = torch.linalg.eigh(self._negative_hessian(f, y).double())
         rounding = values.abs().amax(-1, keepdim=True) * torch.finfo(f.dtype).eps * 100
         below = (values < -rounding).any(-1)
@@ -197,7 +202,10 @@ class ByAutograd(Likelihood):
             ]
         bend = -torch.stack([torch.zeros_like(f) if row is None else row for row in rows], 1)
         if not bend.isfinite().all():
-            raise InputError(f"the second derivative of {self._source} is NaN or infinite.")
+            raise InputError(
+                f"the second derivative of {self._source} is NaN or infinite. Write it with functions that are twice "
+                "differentiable at these outputs."
+            )
         return (bend + bend.mT) / 2
 
 

@@ -27,7 +27,7 @@ class Gaussian(Likelihood):
     sigma is `Laplace`'s `sigma_noise`. It can be tuned; r stays fixed.
 
     Args:
-        per_output: r, (C,): the noise of each output relative to the others. 1 if left out.
+        per_output: r, (C,): the noise of each output relative to the others. 1 by default.
 
     Raises:
         OptionError: a value is not positive.

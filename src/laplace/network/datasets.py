@@ -32,8 +32,8 @@ def loader_of(
     Args:
         data: a trainer of transformers, whose training data is read in order with its own collator; a dataset of single
             examples; or batches, which are returned as they are.
-        collate_fn: of a dataset, makes a batch of a list of examples. torch's own if left out.
-        batch_size: of a dataset, examples in a batch. 32 if left out.
+        collate_fn: for a dataset, a function from a list of examples to a batch. torch's own by default.
+        batch_size: for a dataset, the number of examples in a batch. 32 by default.
     """
     if collate_fn is not None and not callable(collate_fn):
         raise OptionError(f"collate_fn={shown(collate_fn)} must be a function from a list of examples to a batch.")

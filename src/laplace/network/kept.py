@@ -34,7 +34,7 @@ _ASIDE: Final = (  # of a module: nothing in them has to do with its forward pas
 
 
 class KeptReplica:
-    """A replica, and what tells whether it may be used again.
+    """Holds a replica, and what decides whether it may be used again.
 
     Attributes:
         replica: the copy of the network.

@@ -1,4 +1,4 @@
-"""Progress bars: shown where somebody watches and has to wait."""
+"""Show progress bars, in terminals and for runs that take more than a few seconds."""
 
 from __future__ import annotations
 

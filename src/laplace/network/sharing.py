@@ -27,7 +27,7 @@ Key = tuple[object, ...]
 
 
 class Sharing:
-    """Results so far: which tensors are shared, for each form of inputs."""
+    """Remembers which tensors are shared, for each form of inputs."""
 
     def __init__(self) -> None:
         self._known: dict[Key, tuple[frozenset[int], frozenset[int]]] = {}  # shared tensors, and tested candidates

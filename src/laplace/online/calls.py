@@ -120,7 +120,7 @@ def marglik_training(
             is better), and the loss of each epoch (the negative log joint per example).
 
     Raises:
-        OptionError: an option does not exist, or a value is outside its range.
+        OptionError: an option is unknown, or a value is out of range.
         InputError: the data does not fit the network, or can be read only once.
         CheckpointError: the file `checkpoint` belongs to another training.
     """

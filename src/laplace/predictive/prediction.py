@@ -205,7 +205,7 @@ class Prediction(Summaries):
         `aleatoric`, with the name of the output behind it if there are several.
 
         Args:
-            names: Of the classes or outputs; their numbers if left out.
+            names: The names of the classes or outputs; their numbers by default.
             level: Adds the ends of `interval(level)` as columns `lower` and `upper`.
 
         Returns:

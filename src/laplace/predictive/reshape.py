@@ -194,7 +194,7 @@ class PredictionAtPositions(Summaries):
         """Return a table with a row for each position of each example. Needs pandas.
 
         Args:
-            names: Of the classes or outputs; their numbers if left out.
+            names: The names of the classes or outputs; their numbers by default.
             level: Adds the ends of `interval(level)` as columns.
 
         Returns:

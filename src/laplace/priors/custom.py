@@ -116,7 +116,10 @@ class Custom(Prior):
         pairs = [clipped_values(d) if d.dim() == 1 else clipped_matrix(d) for d in found]
         forms = [d if keep else d.detach() for d, _ in pairs]
         if not all(d.detach().isfinite().all() for d in forms):
-            raise InputError(f"the second derivative of {self} is NaN or infinite at these weights.")
+            raise InputError(
+                f"the second derivative of {self} is NaN or infinite at these weights. Write log p with functions that "
+                "are twice differentiable there."
+            )
         return [d.to(theta.dtype) for d in forms], sum((clipped for _, clipped in pairs), Clipped())
 
     def _bends(self, slope: Tensor, weights: Tensor, layout: Layout, keep: bool) -> list[Tensor]:
@@ -183,7 +186,9 @@ class Custom(Prior):
             came = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise InputError(f"the function of {self} returned {came}; it must return one number. Sum log p.")
         if not out.detach().isfinite():
-            raise InputError(f"the function of {self} returned {float(out.detach())} at these weights.")
+            raise InputError(
+                f"the function of {self} returned {float(out.detach())} at these weights; log p must be finite there."
+            )
         return out.reshape(()).double()
 
 

@@ -1,4 +1,4 @@
-"""What all rivals share: they are sources of outputs, predict as `Laplace` does, and can be rescaled."""
+"""Define what all rivals share: they are sources of outputs, predict as `Laplace` does, and can be rescaled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What the outputs mean and how inputs are read; the same for all rivals."""
+    """Holds the likelihood and how inputs are read; the same for all rivals."""
 
     likelihood: Likelihood
     frame: Frame
@@ -116,14 +116,14 @@ class Rival(ABC):
         self._softmax_temperature = value
 
     def calibrate(self, val_loader: Any, link_approx: str | None = None) -> Rescaled:
-        """Set the softmax temperature that is best on held-out data; for a regression, the noise.
+        """Set the softmax temperature (in regression: the noise) that is best on held-out data.
 
-        Of one network this is temperature scaling (Guo et al. 2017). Of several, all logits are divided by the same
-        number before the probabilities are averaged.
+        For one network this is temperature scaling (Guo et al. 2017). For several networks, all logits are divided by
+        the same number before the probabilities are averaged.
 
         Args:
             val_loader: data that the networks were not trained on: batches, or a pair of arrays `(x, y)`.
-            link_approx: of members with posteriors, one of `likelihood.links`; the default of `predict` if left out.
+            link_approx: for members with posteriors, one of `likelihood.links`. By default that of `predict`.
 
         Returns:
             What was set, and the negative log-likelihood before and after.

@@ -35,21 +35,21 @@ class MCDropout(Members):
         model: a network trained with dropout layers; it is never changed.
         likelihood: what the outputs mean, as in `Laplace`.
         n_samples: how many masks, S. A prediction runs the network S times.
-        seed: what the masks are drawn by.
+        seed: the seed of the masks.
         sigma_noise: the standard deviation of the observation noise of a regression.
         softmax_temperature: T, by which all logits are divided. `calibrate` finds it.
-        dict_key_x: of batches that are mappings, the key of the main input.
-        dict_key_y: of batches that are mappings, the key of the labels.
+        dict_key_x: for batches that are mappings, the key of the main input.
+        dict_key_y: for batches that are mappings, the key of the labels.
         class_dim: which dimension of the outputs has the classes, as in `Laplace`.
-        memory_budget: bytes that may be taken; what is free, if left out.
+        memory_budget: the number of bytes that may be used. By default the free memory.
 
     Attributes:
         n_samples: how many masks.
-        seed: what they are drawn by.
+        seed: the seed of the masks.
 
     Raises:
         ModelError: the network has no dropout layer with p > 0.
-        OptionError: an option is outside its range.
+        OptionError: an option is out of range.
     """
 
     def __init__(

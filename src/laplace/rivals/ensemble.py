@@ -31,20 +31,20 @@ class Ensemble(Members):
     Args:
         models: at least one network; all map the same inputs to outputs of one shape.
         likelihood: what the outputs mean, as in `Laplace`.
-        weights: the probability of each network, up to a factor; equal if left out.
+        weights: the probability of each network, up to a factor; equal by default.
         sigma_noise: the standard deviation of the observation noise of a regression.
         softmax_temperature: T, by which all logits are divided. `calibrate` finds it.
-        dict_key_x: of batches that are mappings, the key of the main input.
-        dict_key_y: of batches that are mappings, the key of the labels.
+        dict_key_x: for batches that are mappings, the key of the main input.
+        dict_key_y: for batches that are mappings, the key of the labels.
         class_dim: which dimension of the outputs has the classes, as in `Laplace`.
-        memory_budget: bytes that may be taken; what is free, if left out.
+        memory_budget: the number of bytes that may be used. By default the free memory.
 
     Attributes:
         models: the networks.
         weights: their probabilities, (K,).
 
     Raises:
-        OptionError: there is no network, or an option is outside its range.
+        OptionError: there is no network, or an option is out of range.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def flat(weights: Iterable[Tensor]) -> Tensor:  # (P,)
 
 
 class Moments:
-    """Mean, variance and last deviations of vectors that come one after the other.
+    """Computes mean, variance and last deviations of a sequence of vectors.
 
     Sums are those of differences from the first vector, which are small, so that their squares do not cancel.
 

@@ -1,4 +1,4 @@
-"""Networks with weights: at every input, the outputs are one of K vectors, with the same probabilities everywhere."""
+"""Treat K networks with probabilities as a discrete distribution over functions, the same at every input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXAMPLES = 1024  # run at a time: more are no faster
 
 
 class Members(Rival):
-    """A rival whose outputs are those of one of K networks, each with a probability."""
+    """Is a rival with K networks, each with a probability. Its outputs are those of one of them."""
 
     def __init__(
         self, options: Options, weights: Tensor, sigma_noise: float | Tensor, softmax_temperature: float
@@ -90,7 +90,10 @@ class Members(Rival):
                 self.likelihood.check_outputs(rows)
                 check_finite(rows, "the network's outputs hold", positions.count)
                 if found and positions != found[0][0]:
-                    raise InputError(f"the outputs are {tuple(f.shape)}; those of the first are {found[0][0].grid}.")
+                    raise InputError(
+                        f"the outputs of one network have shape {tuple(f.shape)}, which differs from those of the "
+                        f"first: {found[0][0].c} at {found[0][0].grid}. All networks must return the same shape."
+                    )
                 if answer is not None:
                     answer.count(rows, rows.shape[1])
             found.append((positions, rows))
@@ -99,7 +102,7 @@ class Members(Rival):
 
 
 def chosen_members(weights: Tensor, draws: Draws) -> Tensor:  # (K,) -> (S,)
-    """Return which member each of S draws is of, in order: a systematic sample, within one draw of S times the weight.
+    """Return the member of each of S draws, in order. Each member gets S times its weight, to within one draw.
 
     If S is a multiple of K and the weights are equal, each has S / K of them.
     """

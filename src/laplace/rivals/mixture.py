@@ -42,7 +42,7 @@ class Mixture(Rival):
 
     Args:
         members: at least one; all with the same likelihood and outputs of one shape.
-        weights: the probability of each member, up to a factor; equal if left out.
+        weights: the probability of each member, up to a factor; equal by default.
         softmax_temperature: T, by which all logits are divided, besides the members' own. `calibrate` finds it.
 
     Attributes:
@@ -141,7 +141,7 @@ class Mixture(Rival):
     def _answers(
         self, asked: Sequence[tuple[Member, Query]], inputs: Inputs, answer: Answer | None
     ) -> tuple[Positions, list[Outputs]]:
-        """Return what each member answers, at all inputs together."""
+        """Return the outputs of each member, at all inputs together."""
         seen, found = [], []
         for member, need in asked:
             shape = Reshaper()
@@ -150,7 +150,7 @@ class Mixture(Rival):
             if seen[-1] != seen[0]:
                 raise InputError(
                     f"the members' outputs have different shapes: {seen[0].c} at {seen[0].grid} and {seen[-1].c} at "
-                    f"{seen[-1].grid}."
+                    f"{seen[-1].grid}. All members must return the same shape."
                 )
         return seen[0], found
 

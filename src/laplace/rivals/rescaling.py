@@ -1,4 +1,4 @@
-"""Temperature scaling of any source: one number for all logits, or for the noise, by held-out data."""
+"""Rescale any source on held-out data: one temperature for all logits, or one noise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class Scalable(Source, Protocol):
-    """A source with a network, whose device and dtype batches are brought to."""
+    """Is a source with a network. Batches are moved to the network's device and dtype."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -40,7 +40,7 @@ class Scalable(Source, Protocol):
 
 @dataclass(frozen=True)
 class Rescaled:
-    """What `calibrate` found.
+    """Holds the result of `calibrate`.
 
     Attributes:
         nll_before: The mean negative log-likelihood of the held-out data before.

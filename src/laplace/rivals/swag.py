@@ -53,19 +53,19 @@ class SWAG(Members):
         seed: what the weights are drawn by.
         sigma_noise: the standard deviation of the observation noise of a regression.
         softmax_temperature: T, by which all logits are divided. `calibrate` finds it.
-        dict_key_x: of batches that are mappings, the key of the main input.
-        dict_key_y: of batches that are mappings, the key of the labels.
+        dict_key_x: for batches that are mappings, the key of the main input.
+        dict_key_y: for batches that are mappings, the key of the labels.
         class_dim: which dimension of the outputs has the classes, as in `Laplace`.
-        memory_budget: bytes that may be taken; what is free, if left out.
+        memory_budget: the number of bytes that may be used. By default the free memory.
 
     Attributes:
         rank: how many deviations are kept.
         n_samples: how many networks are drawn.
         scale: factor of the standard deviation.
-        seed: what they are drawn by.
+        seed: the seed of the masks.
 
     Raises:
-        OptionError: an option is outside its range.
+        OptionError: an option is out of range.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class SWAG(Members):
         require_values(model)
         self._model, self.rank = model, whole_number(rank, "rank", 0)
         if self.rank == 1:
-            raise OptionError("rank=1 has no variance, which needs two deviations. Write 0 for a diagonal Gaussian.")
+            raise OptionError(
+                "rank=1 is not allowed: a low-rank covariance needs two deviations. Write rank=2 or more, or rank=0 "
+                "for a diagonal Gaussian."
+            )
         self.n_samples = whole_number(n_samples, "n_samples", 2)
         self.scale, self.seed = one_positive(scale, "scale"), whole_number(seed, "seed", 0)
         self._moments, self._buffers = Moments(self.rank), list[dict[str, Tensor]]()

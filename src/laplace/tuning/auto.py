@@ -1,8 +1,9 @@
 """Tune without validation data, and do no harm.
 
-`method="auto"` maximises the evidence, of a regression with the noise set from its residuals (noise.py), and then looks
-at a sample of the training data (guard.py). Where the posterior makes the network worse there, the prior precision is
-raised as little as ends that: the widest posterior that does no harm there. What trips even so is warned of.
+`method="auto"` maximises the evidence (in regression, with the noise set from the residuals: noise.py). Then it scores
+a sample of the training data (guard.py). If the posterior predicts the sample worse than the network does, the prior
+precision is raised until it does not: the result is the widest posterior that does no harm on the sample. If no prior
+precision is enough, it warns.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from laplace.tuning.validation import Validation
 _DECADES: Final = 6  # by which the prior precision is raised at most
 _STEPS: Final = 8  # in the decade that is chosen
 _NO_DATA: Final = (
-    "not looked at: there is no training data at hand (train_loader=). See that the confidence is not far below the "
+    "not checked: no training data is available (train_loader=). Check that the confidence is not far below the "
     "accuracy."
 )
 
 
 @dataclass
 class Guard:
-    """Looks at a sample of the training data of a problem. The network runs once."""
+    """Scores posteriors on a sample of a problem's training data. The network runs once."""
 
     problem: Problem
 
     @cached_property
     def validation(self) -> Validation:
-        """Return what predicts the sample."""
+        """Return the object that scores posteriors on the sample."""
         problem = self.problem
         la, loader = problem.la, problem.training_data
         assert loader is not None
@@ -48,7 +49,7 @@ class Guard:
         return Validation(problem.how, runs, None, la.runner.spec.budget)
 
     def look(self, posteriors: Sequence[Posterior]) -> list[Finding]:
-        """Return what each posterior does on the sample."""
+        """Return how each posterior scores on the sample."""
         return findings(self.validation, posteriors)
 
     def mean_variances(self, posteriors: Sequence[Posterior]) -> list[float]:
@@ -56,7 +57,7 @@ class Guard:
         return mean_variances(self.validation, posteriors)
 
     def raised(self, posterior: Posterior) -> tuple[float, Posterior, Finding] | None:
-        """Return the least factor on the prior precision that leaves no more than is allowed; None if none does."""
+        """Return the smallest factor on the prior precision with which the harm is allowed; None if there is none."""
         prior = posterior.prior
         if not isinstance(prior, GaussianPrior):
             return None
@@ -79,19 +80,19 @@ class Guard:
 
 
 def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
-    """Return what was found, with a warning where it makes the network worse on a sample of the training data."""
+    """Return the tuning result, with a warning if it makes the network worse on a sample of the training data."""
     if problem.training_data is None:
         return tuned
     try:
         guard = Guard(problem)
         (found,) = guard.look([tuned.best.applied(problem.la.posterior.detached())])
     except Exception as error:  # whatever a loader may raise: the result is there
-        return _noting(tuned, f"the training data could not be looked at: {error}")
+        return _noting(tuned, f"not checked: the training data could not be read: {error}")
     return _judged(guard, tuned, found)
 
 
 def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
-    """Return what the evidence found, or the widest posterior behind it that does no harm.
+    """Return the result by evidence, or, if that does harm, the widest posterior that does none.
 
     Args:
         problem: what is tuned.
@@ -106,7 +107,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
     try:
         (found,) = guard.look([posterior])
     except Exception as error:  # whatever a loader may raise: the evidence needs no data
-        return _noting(tuned, f"not looked at: the training data could not be read: {error}")
+        return _noting(tuned, f"not checked: the training data could not be read: {error}")
     if noisy:
         found = replace(found, ratio=None)  # what other weights do not know may be more than the residuals
     if found.allowed:
@@ -116,7 +117,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         best = Point.of(narrower, float(narrower.log_evidence))
         why = (
             f"the prior of largest evidence makes the network worse: {found}. Its precision was raised "
-            f"{factor:.3g}-fold, as little as brings the negative log-likelihood to {after.nll:.3f}"
+            f"{factor:.3g}-fold, just enough to bring the negative log-likelihood to {after.nll:.3f}"
         )
         why += "." if after.confidence is None else f" and the confidence to {after.confidence:.3f}."
         return _noting(replace(tuned, method="guarded evidence", best=best, points=(*tuned.points, best)), why)
@@ -124,7 +125,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
 
 
 def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
-    """Return the result, with a warning where the guard trips."""
+    """Return the result, with a warning if the posterior makes the network worse."""
     if not found.tripped:
         return tuned
     text = f"after tuning by {tuned.method}, {found}."
@@ -133,7 +134,9 @@ def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
         if found.nll > before.nll:
             text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
     instead = " la.tune() (method='auto') finds a prior that does no harm." if tuned.method == "evidence" else ""
-    text += f" Predictions on new inputs will be off.{instead} With validation data write la.calibrate(val_loader)."
+    text += (
+        f" Predictions on new inputs will be worse, too.{instead} With validation data write la.calibrate(val_loader)."
+    )
     warn(text)
     return _noting(tuned, text)
 

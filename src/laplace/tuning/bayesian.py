@@ -50,7 +50,7 @@ def _next(tools: _Tools, x: Tensor, y: Tensor) -> Tensor:  # (M, K), (M,) -> (K,
 
 
 class _Tools:
-    """The parts of BoTorch and GPyTorch that are used."""
+    """Holds the parts of BoTorch and GPyTorch that are used."""
 
     def __init__(self) -> None:
         self.SingleTaskGP = import_module("botorch.models").SingleTaskGP

@@ -1,4 +1,4 @@
-"""What `la.calibrate` found: a few settings side by side, as a table."""
+"""Hold the result of `la.calibrate`: a few settings side by side, printed as a table."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Calibration:
     """One setting, and how it does on the validation data.
 
     Attributes:
-        name: 'network', 'rescaled', 'before', 'best' or 'chosen'; of a profile, 'profile'.
+        name: 'network', 'rescaled', 'before', 'best' or 'chosen'; 'profile' for a row of `Calibrated.profile`.
         nll: The mean negative log-likelihood.
         score: The same, minus `ood_weight` times the mean entropy on outside inputs if there are any.
-        gain: On the network.
-        gain_on_rescaled: On the network with the best softmax temperature, or noise.
-        accuracy: Of the predicted classes or labels. None for other likelihoods.
+        gain: The gain over the network.
+        gain_on_rescaled: The gain over the network with the best softmax temperature, or noise.
+        accuracy: The accuracy of the predicted classes or labels. None for other likelihoods.
         ece: The expected calibration error of the predicted classes or labels. None for other likelihoods.
-        coverage: How many labels lie in their 90 % interval. None for other likelihoods.
+        coverage: The share of labels that lie in their 90 % interval. None for other likelihoods.
         prior_precision: None for the network itself, which has no posterior.
         softmax_temperature: What the logits are divided by.
-        sigma_noise: Of a regression, the observation noise.
+        sigma_noise: The observation noise of a regression.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Calibration:
     sigma_noise: Tensor | None
 
     def cells(self, first: bool, second: bool) -> dict[str, str]:
-        """Return a row of the table. Gains are left out for the setting that they are on."""
+        """Return a row of the table. A setting has no gain over itself."""
         row = {"": self.name, "NLL": f"{self.nll:.4f}"}
         row["gain on network"] = "-" if first else str(self.gain)
         row["gain on rescaled"] = "-" if first or second else str(self.gain_on_rescaled)
@@ -86,8 +86,8 @@ class Calibrated:
         network: The network itself, without a posterior.
         rescaled: The network with the best softmax temperature, or the best noise.
         before: The posterior as it was.
-        best: The lowest score.
-        chosen: What was set.
+        best: The setting with the lowest score.
+        chosen: The setting that was chosen and set.
         profile: Each prior precision of the grid with its best scale, the widest posterior first. Those that are
             hopeless at every softmax temperature are left out.
         notes: The warnings.
@@ -105,22 +105,22 @@ class Calibrated:
 
     @property
     def prior_precision(self) -> Tensor | None:
-        """The prior precision that was chosen; None if the network itself was, and la's is then very large."""
+        """Return the chosen prior precision. None: the network itself was chosen, and la's precision is very large."""
         return self.chosen.prior_precision
 
     @property
     def softmax_temperature(self) -> float:
-        """The softmax temperature that was set."""
+        """Return the softmax temperature that was set."""
         return self.chosen.softmax_temperature
 
     @property
     def sigma_noise(self) -> Tensor | None:
-        """The noise that was set; None for likelihoods without."""
+        """Return the noise that was set; None for likelihoods without noise."""
         return self.chosen.sigma_noise
 
     @property
     def gain(self) -> Gain:
-        """By how much the chosen setting is better than the network."""
+        """Return by how much the chosen setting is better than the network."""
         return self.chosen.gain
 
     def __repr__(self) -> str:

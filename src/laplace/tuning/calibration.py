@@ -63,13 +63,13 @@ def calibrate(
     progress_bar: bool | None = None,
     group: Group = OWN,
 ) -> Calibrated:
-    """Set prior precision and softmax temperature (for a regression: and noise) by the score on validation data.
+    """Set prior precision and softmax temperature (in regression: and noise) by the score on validation data.
 
     The score is the mean negative log-likelihood of `la.predict`. All prior precisions of a grid are compared, each
-    with its best softmax temperature. Ratios between several prior precisions stay. The candidates contain the network
-    itself and its temperature-scaled self, so on the validation data the result of 'best' is never worse than either.
-    That of 'one_se' is worse by at most a standard error (or 0.001 nats), and by at most 0.005 nats. Likelihoods
-    without logits and without noise have their prior precision calibrated alone.
+    with its best softmax temperature. Ratios between several prior precisions stay. The candidates include the network
+    itself and the network with temperature scaling, so on the validation data the result of 'best' is never worse than
+    either. The result of 'one_se' is worse by at most a standard error (or 0.001 nats), and by at most 0.005 nats. For
+    likelihoods without logits and without noise only the prior precision is calibrated.
 
     The network runs once over the data if the Gaussians of its outputs, or a last layer's features, fit into memory.
     Else it runs a few times.
@@ -77,20 +77,21 @@ def calibrate(
     Args:
         val_loader: Batches (x, y) that were not trained on, as `fit` takes them.
         rule: 'best' takes the lowest score. 'one_se' takes the widest posterior whose score is within one standard
-            error of the lowest, if it costs no more than 0.005 nats for sure: a wider posterior tells more about inputs
-            from elsewhere.
-        hyperprior: Whether small validation sets are held back: log T is near 0 (a Cauchy distribution of width 0.3),
-            the prior precision within a decade of the evidence's, and the noise not below the residuals in training. It
-            counts as much as an example or two.
-        link_approx: The link of the predictions that are scored, that of `la.predict` if left out.
-        ood_loader: Inputs from outside the distribution, whose predictive entropy is to be high.
+            error of the lowest, if it is worse by no more than 0.005 nats, two standard errors included: a wider
+            posterior detects unknown inputs better.
+        hyperprior: Whether to use a weak hyperprior, which matters for small validation sets. It prefers log T near 0
+            (a Cauchy distribution of width 0.3), a prior precision within a decade of the one with the largest
+            evidence, and noise that is not below the training residuals. It counts as much as one or two examples.
+        link_approx: The link of the predictions that are scored; by default that of `la.predict`.
+        ood_loader: Inputs from outside the distribution, whose predictive entropy should be high.
         ood_weight: How much these count, in (0, 1].
         progress_bar: Whether runs over the loaders show one; None shows one in a terminal after a few seconds.
         group: The process group, if each rank reads its own part of the loaders: all ranks find what one process with
             all data finds. If left out, every rank must read all of it, and nothing is exchanged.
 
     Returns:
-        The network, its rescaled self, the posterior before, the best and the chosen setting, which print as a table.
+        The network alone, the rescaled network, the posterior before, the best and the chosen setting. Prints as a
+        table.
 
     Raises:
         NotFittedError: `fit` was not called yet.
@@ -130,7 +131,7 @@ def calibrate(
 
 
 def _result(la: Tunable, profile: Profile, rule: str) -> tuple[Calibrated, Setting]:
-    """Apply the rule. Return what is reported, and the setting that was chosen."""
+    """Apply the rule. Return the result and the setting that was chosen."""
     held_out = profile.held_out
     now = _present_scale(la, held_out)
     plain = NETWORK, now if held_out.scale == "sigma_noise" else 1.0
@@ -194,7 +195,7 @@ def _present_scale(la: Tunable, held_out: HeldOut) -> float:
 
 
 def _first_noise(posterior: Posterior) -> float:
-    """Return the residuals' standard deviation in the training data, or the present noise if there are none."""
+    """Return the standard deviation of the training residuals, or the present noise if there are none."""
     data = posterior.fit.data
     if "count" not in data or not float(data["loss"]) > 0:
         return float(posterior.sigma)
@@ -266,7 +267,7 @@ def precision_at(held_out: HeldOut, setting: Setting) -> Tensor:
 
 
 def _take(la: Tunable, held_out: HeldOut, setting: Setting, narrowest: float) -> None:
-    """Set what was chosen. The network itself is a prior so narrow that no variance is left."""
+    """Set the chosen values. If the network itself was chosen, the prior is so narrow that no variance is left."""
     factor, scale = setting
     finite = factor if factor < NETWORK else narrowest * _CERTAIN
     precision = precision_at(held_out, (finite, scale))

@@ -77,57 +77,57 @@ def tune(
     progress_bar: bool | None = None,
     group: Group = OWN,
 ) -> Tuned:
-    """Set some of 'prior_precision', 'sigma_noise' and 'temperature', and return what was found.
+    """Tune some of 'prior_precision', 'sigma_noise' and 'temperature', set them, and return the result.
 
-    Without names it tunes the prior precision, and for regression the noise with it. A prior of another kind is tuned
-    by the names of its hyperparameters, as 'scale' of a Student-t (its default), by evidence only.
+    Without names it tunes the prior precision, and in regression also the noise. Hyperparameters of other priors are
+    tuned by their names, such as 'scale' of a Student-t (its default), by evidence only.
 
-    Without validation data: 'auto' (the default) maximises the evidence and looks at a sample of the training data;
-    where the posterior makes the network worse there, it takes a narrower one, and the result says so. 'evidence':
-    damped Newton on the log evidence, with a warning where the look finds harm. 'loo': the lowest negative
-    log-likelihood of leave-one-out predictions of the training data; it ends near the network itself where the whole
-    network was trained on the same data.
+    Without validation data: 'auto' (the default) maximises the evidence, and then checks the predictions on a sample of
+    the training data. If they are worse than the network's own, it takes a narrower posterior, and the result says so.
+    'evidence' maximises the log evidence by damped Newton, and only warns if the check finds harm. 'loo' minimises the
+    negative log-likelihood of leave-one-out predictions of the training data; if the whole network was trained on this
+    data, the result is close to the network itself.
 
-    With validation data: 'validation': the lowest score on `val_loader` within `bounds`: a grid of all that is tuned,
-    and the way down from its best basins. 'bayesian': the same score by Bayesian optimisation with BoTorch.
+    With validation data: 'validation' minimises the score on `val_loader` within `bounds`, by a grid over all
+    hyperparameters and descents from its best basins. 'bayesian' minimises it by Bayesian optimisation with BoTorch.
 
-    The score is the predictive negative log-likelihood or `loss`; with `ood_loader`, minus `ood_weight` times the
-    mean entropy of the predictive there.
+    The score is the predictive negative log-likelihood, or `loss`. With `ood_loader`, `ood_weight` times the mean
+    predictive entropy on these inputs is subtracted.
 
     Args:
-        *names: which to tune.
+        *names: the hyperparameters to tune.
         method: 'auto', 'evidence', 'loo', 'validation' or 'bayesian', a name of `laplace.tuning.register_method`, an
             object of a class that inherits `laplace.tuning.Method`, or a function of a `laplace.tuning.Problem`.
-        prior_structure: 'scalar', one precision for all weights; 'layerwise', one per tensor (if left out, for
+        prior_structure: 'scalar', one precision for all weights; 'layerwise', one per tensor (the default of
             'bayesian'); or 'diag', one per weight, by evidence only.
-        train_loader: of 'auto', 'evidence' and 'loo', the data of `fit`, where that is not known any more (an
-            iterator, a file); `la.training_data` if left out.
-        val_loader: of validation, batches (x, y) that were not trained on.
+        train_loader: for 'auto', 'evidence' and 'loo', the data of `fit`, if `la` no longer knows it (because it was
+            an iterator, or `la` was loaded from a file). By default `la.training_data`.
+        val_loader: for 'validation' and 'bayesian', batches (x, y) that were not trained on.
         loss: a callable of (probabilities, y) or (mean, variance, y) that returns a mean, lower being better, or a
             metric object, which may say `higher_is_better`.
         ood_loader: inputs from outside the distribution.
-        ood_weight: how much these count, in (0, 1].
-        pred_type: of the predictions that are scored.
-        link_approx: of the predictions that are scored; that of `la.predict` if left out.
-        n_samples: of the predictions that are scored; drawn numbers are the same at every point.
-        bounds: (low, high) for each of the three, where other than the usual ones are wanted.
-        grid_size: of 'loo', 'validation' and 'bayesian', values in the first grid.
-        evaluations: of 'bayesian', points looked at after a grid of common values.
-        seed: of 'bayesian', what it draws from; of 'loo' and 'auto', which examples of large data are scored.
-        n_steps: of 'evidence' and 'auto', steps at most.
+        ood_weight: how much these inputs count, in (0, 1].
+        pred_type: the `pred_type` of the predictions that are scored.
+        link_approx: the link of the predictions that are scored. By default that of `la.predict`.
+        n_samples: the draws of the predictions that are scored. Every point is scored with the same random numbers.
+        bounds: (low, high) by name, for hyperparameters whose default bounds should be changed.
+        grid_size: for 'loo', 'validation' and 'bayesian', the number of values in the first grid.
+        evaluations: for 'bayesian', the number of points that are evaluated after a grid of common values.
+        seed: for 'bayesian', the seed of its draws; for 'loo' and 'auto', of the sample of examples in large data.
+        n_steps: for 'evidence' and 'auto', the largest number of steps.
         progress_bar: whether runs over the loaders show one; None shows one in a terminal after a few seconds.
         group: the process group of `fit`, if each rank reads its own part of `val_loader` and of the training data. All
-            ranks find the same. None tunes on this process alone.
+            ranks get the same result. None tunes on this process alone.
 
     Returns:
-        The best point, all points that were looked at, whether the search converged, and the warnings.
+        The best point, all points that were evaluated, whether the search converged, and the warnings.
 
     Raises:
-        NotFittedError: before `fit`.
-        OptionError: a name, a method or bounds that there are not, or options of another method.
-        UnsupportedError: 'temperature' by evidence, a precision per weight by validation.
-        InputError: a loader that can be read once only, or whose batches do not fit.
-        NumericalError: scores or evidences that are not finite.
+        NotFittedError: `fit` was not called yet.
+        OptionError: a name, the method or the bounds are unknown, or an option belongs to another method.
+        UnsupportedError: 'temperature' by evidence, or a precision per weight by validation.
+        InputError: a loader can be read only once, or its batches do not fit.
+        NumericalError: a score or an evidence is not finite.
         ImportError: 'bayesian' without BoTorch.
     """
     noise = la.runner.spec.likelihood.tunes_noise
@@ -179,39 +179,39 @@ def optimize_prior_precision(
     *,
     group: Group = OWN,
 ) -> None:
-    """Set the prior precision to the one of maximal evidence, or of the lowest score on validation data.
+    """Set the prior precision to the one with the largest evidence, or with the lowest score on validation data.
 
-    laplace-torch's call, with its defaults: 'gridsearch' scores the paper's probit approximation, as `la(x)` does.
-    `la.tune` does more, returns what it found, and scores the predictions of `la.predict`.
+    This is laplace-torch's call, with its defaults: 'gridsearch' scores the paper's probit approximation, as in
+    `la(x)`. `la.tune` does more, returns its result, and scores the predictions of `la.predict`.
 
     Args:
-        pred_type: of the predictions that are scored.
+        pred_type: the `pred_type` of the predictions that are scored.
         method: 'marglik', which needs no validation data, or 'gridsearch' (or 'CV'), which scores a grid on
             `val_loader`.
-        n_steps: of 'marglik', steps at most; Newton's method takes a few.
-        lr: accepted and not needed.
-        init_prior_prec: of 'marglik', where it starts.
+        n_steps: for 'marglik', the largest number of steps; Newton's method takes a few.
+        lr: accepted, but not used.
+        init_prior_prec: for 'marglik', the value to start from.
         prior_structure: 'scalar', 'layerwise' or 'diag'.
-        val_loader: of 'gridsearch', batches (x, y) that were not trained on.
-        loss: of 'gridsearch', a callable of (probabilities, y) or (mean, variance, y), or a metric object of
-            torchmetrics; the predictive negative log-likelihood if left out.
+        val_loader: for 'gridsearch', batches (x, y) that were not trained on.
+        loss: for 'gridsearch', a callable of (probabilities, y) or (mean, variance, y), or a metric object of
+            torchmetrics. By default the predictive negative log-likelihood.
         log_prior_prec_min: the grid's lower end, as a power of `log_prior_prec_base`.
         log_prior_prec_max: the grid's upper end.
-        grid_size: how many values it has.
-        link_approx: of the predictions that are scored; that of `la(x)`, such as 'probit', if left out.
-        n_samples: of the predictions that are scored.
+        grid_size: the number of values in the grid.
+        link_approx: the link of the predictions that are scored. By default that of `la(x)`, such as 'probit'.
+        n_samples: the draws of the predictions that are scored.
         verbose: whether steps and result are printed.
         progress_bar: whether runs over the loader show one; None shows one in a terminal after a few seconds.
         log_prior_prec_base: the base of the two ends.
-        tune_sigma_noise: find the noise of a regression, too.
-        group: of 'gridsearch', the process group of `fit`, if each rank reads its own part of `val_loader`; of both,
-            after `fit(shard_factors=True)`.
+        tune_sigma_noise: whether to tune the noise of a regression as well.
+        group: for 'gridsearch', the process group of `fit`, if each rank reads its own part of `val_loader`; for
+            both, after `fit(shard_factors=True)`.
 
     Raises:
-        NotFittedError: before `fit`.
-        OptionError: a method or a prior structure that there is not; 'gridsearch' without `val_loader`.
+        NotFittedError: `fit` was not called yet.
+        OptionError: the method or the prior structure is unknown, or 'gridsearch' has no `val_loader`.
         UnsupportedError: a precision per weight by validation.
-        NumericalError: scores or evidences that are not finite.
+        NumericalError: a score or an evidence is not finite.
     """
     verbose, progress_bar = flag(verbose, "verbose"), flag_or_none(progress_bar, "progress_bar")
     tune_sigma_noise = flag(tune_sigma_noise, "tune_sigma_noise")
@@ -244,12 +244,12 @@ def optimize_prior_precision(
 
 
 def _shared(la: Tunable) -> str | None:
-    """Say that the posterior is that of several ranks, which must not tune it apart."""
+    """Say that the posterior is shared by several ranks, which must tune it together."""
     return f"a posterior that {la.runner.ranks} ranks fitted together" if la.runner.ranks > 1 else None
 
 
 def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:
-    """Set what was found."""
+    """Set the tuned values."""
     if own := _of_prior(kinds):
         la.prior = la.prior.with_hyperparameters(**{name: tuned.hyperparameters[name] for name in own})
     for kind in (kind for kind in kinds if kind in KINDS):
@@ -258,12 +258,12 @@ def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:
 
 
 def _of_prior(kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of those that are hyperparameters of a prior without precisions."""
+    """Return the names that are hyperparameters of a prior without precisions."""
     return tuple(kind for kind in kinds if kind not in KINDS)
 
 
 def _laplace_torch_option(kind: str, side: str) -> str:
-    """How a wider grid is asked for in `optimize_prior_precision`."""
+    """Say how to ask for a wider grid in `optimize_prior_precision`."""
     if kind != "prior_precision":
         return f"la.tune({kind!r}, method='validation', bounds=...)"
     return "log_prior_prec_min=" if side == "lower" else "log_prior_prec_max="

@@ -1,4 +1,4 @@
-"""Prior precision and noise by maximal evidence: damped Newton in the logarithms.
+"""Find prior precision and noise by maximal evidence: damped Newton in the logarithms.
 
 For positive semi-definite H, log Z is jointly concave in x_g = log delta_g of every group g of weights and in
 z = log sigma. With r_g = |theta_g - mu_g|^2, t_g = tr(Sigma_gg), m_gh = |Sigma_gh|_F^2 of the posterior and t0, m0 of
@@ -14,8 +14,8 @@ entering the curvature as sigma^(-2q) (q = 1; 2 for the empirical Fisher), and L
 so a step needs the traces of both Gaussians and nothing else: eigenvalues where the prior commutes with H, one
 factorisation where it does not. A structure whose prior is split over its factors (damping) has no such form, and nor
 has a prior that is not given by precisions; there the same Newton iteration takes its derivatives from autograd. After
-earlier tasks, whose curvature is part of the prior, log Z need not be concave: steps go uphill all the same, and the
-noise's second derivatives are bounds of theirs.
+earlier tasks, whose curvature is part of the prior, log Z need not be concave: steps still go uphill, and for the
+noise's second derivatives bounds are used.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TOLERANCE = 1e-9  # of the evidence, in what the next step would gain
 def maximise_evidence(
     space: Space, start: Tensor, max_steps: int, held: Tensor | None = None, verbose: bool = False
 ) -> Tuned:
-    """The point of maximal evidence, from `start`, (K,); coordinates that are `held` stay where they are."""
+    """Return the point of maximal evidence, from `start`, (K,). Coordinates that are `held` stay fixed."""
     if space.temperature:
         raise UnsupportedError(
-            "the evidence has no optimum in the temperature: p(D given theta)^(1/T) is no normalised likelihood, and "
-            "only rewards forgetting the data (T to infinity). Tune it with method='validation', val_loader=..."
+            "the evidence has no optimum in the temperature: p(data given theta)^(1/T) is not a normalised likelihood, "
+            "and grows as the data is ignored (T to infinity). Tune it with method='validation', val_loader=..."
         )
     problem = _Problem(space)
     fixed = torch.zeros_like(start, dtype=torch.bool) if held is None else held
@@ -58,13 +58,13 @@ def maximise_evidence(
 
 
 def climb(space: Space, start: Tensor, max_steps: int, reach: float) -> Posterior:
-    """Where Newton's way up leads from `start`, (K,), followed no further than `reach` in any logarithm."""
+    """Return where Newton's ascent from `start`, (K,), leads, at most `reach` away in any logarithm."""
     top, _ = _newton(_Problem(space), start, torch.zeros_like(start, dtype=torch.bool), max_steps, verbose=False)
     return space.at(start + (top - start).clamp(-reach, reach))
 
 
 class _Problem:
-    """The evidence as a function of x = (log delta_1, ..., log delta_G [, log sigma])."""
+    """Computes the evidence as a function of x = (log delta_1, ..., log delta_G [, log sigma])."""
 
     def __init__(self, space: Space) -> None:
         self.at, posterior, self.groups, self.with_noise = (
@@ -82,13 +82,13 @@ class _Problem:
         self.seen: list[tuple[Tensor, float]] = []
 
     def step(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Evidence, gradient, and the Newton step in the free coordinates."""
+        """Return evidence, gradient, and the Newton step in the free coordinates."""
         found = self._step_by_traces(x, free) if self.commutes else self._step_by_autograd(x, free)
         self.seen.append((x, float(found[0])))
         return found
 
     def tried(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The same, or None where the prior is lost to rounding: a step too far.
+        """Return the same, or None where the prior is lost to rounding: the step was too long.
 
         An indefinite H is refused instead: its evidence grows without bound towards where the precision is singular.
         """
@@ -127,7 +127,7 @@ class _Problem:
         return f"{kind} {x.exp().tolist()[:5]}"
 
     def _noise(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """First and second derivative of (1/T) log p(D given mean) in z = log sigma."""
+        """Return first and second derivative of (1/T) log p(D given mean) in z = log sigma."""
         fit = self.posterior.fit
         with torch.inference_mode(False), torch.enable_grad():
             z = z.detach().clone().requires_grad_()
@@ -168,7 +168,7 @@ def _determined(posterior: Posterior, traces: Traces, own: Tensor) -> tuple[Tens
 def _solve(
     diagonal: Tensor, dense: Tensor | None, border: Tensor | None, corner: Tensor | None, gradient: Tensor, free: Tensor
 ) -> Tensor:
-    """The Newton step of the free coordinates; an arrow-shaped matrix is never written out."""
+    """Return the Newton step of the free coordinates. An arrow-shaped matrix is never written out."""
     step = torch.zeros_like(gradient)
     if dense is not None:
         if border is not None and corner is not None:
@@ -194,7 +194,7 @@ def _solve(
 
 
 def _uphill(bend: Tensor, gradient: Tensor) -> Tensor:
-    """Newton's step; where the evidence is not concave, with the absolute values of its curvatures."""
+    """Return Newton's step. Where the evidence is not concave, absolute values of its curvatures are used."""
     root, failed = torch.linalg.cholesky_ex(bend)
     if not failed:
         return torch.cholesky_solve(gradient.unsqueeze(1), root).squeeze(1)
@@ -203,7 +203,7 @@ def _uphill(bend: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose: bool) -> tuple[Tensor, int]:
-    """Damped Newton ascent inside the box |x| <= BOUND."""
+    """Run damped Newton ascent inside the box |x| <= BOUND."""
     free = ~fixed
     value, gradient, step = problem.step(x, free)
     for number in range(max_steps):
@@ -243,7 +243,7 @@ def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose
 
 
 def _notes(problem: _Problem, x: Tensor, steps: int, max_steps: int) -> list[tuple[str, type[LaplaceWarning]]]:
-    """What the user should know of where the ascent ended."""
+    """Return what the user should know about the point where the ascent ended."""
     notes: list[tuple[str, type[LaplaceWarning]]] = []
     if steps == max_steps:
         late = f"the evidence had not converged after {max_steps} steps; give n_steps= a larger number."

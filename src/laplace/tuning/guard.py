@@ -1,4 +1,4 @@
-"""Look at a sample of the training data after tuning: does the posterior make the network worse?
+"""Check on a sample of the training data whether the tuned posterior makes the network worse.
 
 The prior of largest evidence may leave a posterior so wide that confidences collapse, and a noise may be far from the
 residuals. Both show on the data that the network was fitted to:
@@ -7,10 +7,10 @@ residuals. Both show on the data that the network was fitted to:
     with a noise    standardised residuals r / sqrt(S + sigma^2) whose root mean square is above LARGEST_RATIO, or a
                     sigma of more than LARGEST_RATIO times the residuals'
 
-A wide posterior mostly costs more on data that the network has seen than on new data: there it may even gain. Where the
-network is too cautious to begin with, it costs up to twice as much on new data (150 classes of queries: 0.0053 and
-0.0097 nats), so that `auto` leaves ALLOWED, half of what it may cost there. This is a cautious check and no
-guarantee. Standardised residuals well below 1 say nothing: those of new data may be several times larger.
+A wide posterior usually loses more on training data than on new data, where it may even gain. But if the network itself
+is too cautious, it loses up to twice as much on new data (150 classes of queries: 0.0053 and 0.0097 nats). So `auto`
+allows a loss of ALLOWED, half of what it may lose on new data. This is a cautious check, not a guarantee. Standardised
+residuals well below 1 say nothing: those of new data may be several times larger.
 
 The sample is at most a fifth of the data, but not below 100 examples.
 """
@@ -43,17 +43,17 @@ LARGEST_RATIO: Final = 1.5  # of residuals to what is predicted, and of the nois
 
 @dataclass(frozen=True)
 class Finding:
-    """What one posterior does on a sample of the training data.
+    """Holds how one posterior scores on a sample of the training data.
 
     Attributes:
         n: examples in the sample.
         nll: mean negative log-likelihood of the predictive.
-        own: that of the network itself; None of a likelihood with a noise.
-        accuracy: of classes; None for numbers.
+        own: the same for the network itself; None for a likelihood with noise.
+        accuracy: accuracy of the predicted classes; None for numbers.
         confidence: mean confidence of the predictive; None for numbers.
         own_confidence: mean confidence of the network itself; None for numbers.
         rms: root mean square of the standardised residuals; None without a noise.
-        ratio: of the noise to the standard deviation of all training residuals; None without a noise.
+        ratio: the noise divided by the standard deviation of all training residuals; None without a noise.
     """
 
     n: int
@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def harm(self) -> float:
-        """Return how far the negative log-likelihood lies above that of the network itself; 0 with a noise."""
+        """Return by how much the NLL is above that of the network itself; 0 for a likelihood with noise."""
         return 0.0 if self.own is None else self.nll - self.own
 
     @property
@@ -78,7 +78,7 @@ class Finding:
 
     @property
     def allowed(self) -> bool:
-        """Whether `auto` may leave the posterior as it is."""
+        """Whether the harm is small enough for `auto`."""
         return not self.tripped and self.harm <= ALLOWED
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Finding:
 
 
 def size(n_data: int) -> int:
-    """Return how many examples to look at."""
+    """Return how many examples to score."""
     return min(EXAMPLES, max(FEWEST, int(SHARE * n_data)))
 
 
@@ -108,7 +108,7 @@ def residual_variance(found: Fit) -> Tensor:  # ()
 
 
 def findings(validation: Validation, posteriors: Sequence[Posterior]) -> list[Finding]:
-    """Return what each posterior does on the data of `validation`, from one run of the network for all."""
+    """Return how each posterior scores on the data of `validation`; one run of the network serves all."""
     tallies = [_Tally(validation.how, posterior) for posterior in posteriors]
     for forward, targets in validation.inside:
         for tally, prediction in zip(tallies, validation.predictions(posteriors, forward), strict=True):
@@ -128,7 +128,7 @@ def mean_variances(validation: Validation, posteriors: Sequence[Posterior]) -> l
 
 
 class _Tally:
-    """Sums over the sample for one posterior, each example with its weight."""
+    """Sums scores over the sample for one posterior, each example with its weight."""
 
     def __init__(self, how: How, posterior: Posterior) -> None:
         self.how, self.posterior, self.likelihood = how, posterior, posterior.fit.likelihood

@@ -45,7 +45,7 @@ Setting = tuple[float, float]  # factor of the prior precision, scale
 
 @dataclass(frozen=True)
 class Scored:
-    """How one setting does on every example.
+    """Holds the scores of one setting on every example.
 
     Attributes:
         losses: Negative log-likelihoods, (N,), in float64.
@@ -98,7 +98,7 @@ class HeldOut:
             pass
 
     def scores(self, settings: Sequence[Setting], in_detail: bool = False, few: bool = False) -> list[Scored]:
-        """Score settings, all of them on the same examples in the same order; if `few`, on some of those kept."""
+        """Score all settings on the same examples in the same order; if `few`, on some of the kept examples."""
         by_factor: dict[float, list[Setting]] = {}
         for setting in settings:
             by_factor.setdefault(setting[0], []).append(setting)
@@ -131,7 +131,7 @@ class HeldOut:
         return torch.isin(self._rows, _spread(total, _FEW)).nonzero().flatten()
 
     def _remembered(self, factors: Sequence[float]) -> Iterator[tuple[float, OutputGaussian, Targets]]:
-        """Yield the Gaussians of some factors, and remember what is known of the examples."""
+        """Yield the Gaussians of some factors, and remember labels and weights of the examples."""
         targets: list[Targets] = []
         sums: list[Sums] = []
         for factor, outputs, labels in self._inside.gaussians(factors):
@@ -165,7 +165,7 @@ class HeldOut:
         return Scored(losses, weights, None, *judged(self.likelihood, seen, p, targets, sigma))
 
     def _predicted(self, setting: Setting, outputs: OutputGaussian) -> tuple[OutputGaussian, Tensor | None, Tensor]:
-        """Return the outputs at a scale, what they stand for, and the noise."""
+        """Return the outputs at a scale, their mean through the link (None without one), and the noise."""
         (factor, scale), sigma = setting, self.posterior.sigma
         if self.scale == "softmax_temperature":
             outputs = outputs.scaled(1 / scale)
@@ -180,7 +180,7 @@ class HeldOut:
 
 
 class _Kept:
-    """The Gaussians of the outputs on a loader, for several factors: kept if they are small, else made again."""
+    """Computes output Gaussians on a loader for several factors. Keeps them if they are small, else runs again."""
 
     def __init__(self, runs: Runs, validation: Validation, posterior: Posterior) -> None:
         self.runs, self.validation, self.posterior = runs, validation, posterior
@@ -216,7 +216,7 @@ class _Kept:
 
     @property
     def _covariances(self) -> bool:
-        """Whether covariances are kept in the place of products with them."""
+        """Whether covariances are kept, instead of products with them."""
         link = self.validation.how.approximation
         return link is not None and link.needs is Products and self.posterior.fit.n_outputs <= _MOST_OUTPUTS
 

@@ -23,8 +23,8 @@ class Line:
         low: The smallest x.
         high: The largest x.
         tolerance: How near to the minimum the search ends.
-        smooth: Whether a parabola's word will do: the search ends where its lowest point is known already. Otherwise it
-            ends where points on both sides are that near.
+        smooth: Whether to trust a parabola: the search ends once its lowest point was already evaluated. Otherwise it
+            ends once points on both sides are within `tolerance`.
         seen: The value at every point that was asked for.
     """
 

@@ -32,13 +32,13 @@ from laplace.tuning.space import Space, groups_of
 
 
 class Method(ABC):
-    """A way of tuning. Its own options are its constructor's arguments.
+    """Tunes hyperparameters. Its options are its constructor's arguments.
 
     Attributes:
-        options: the keywords of `la.tune` that the constructor takes, where it is asked for by name.
-        scored: whether it looks at validation data: whether val_loader=, loss=, bounds= and the like are for it.
-        scoring: which of these it uses, where it looks at other data.
-        prior_structure: which one is tuned where none is named.
+        options: the keywords of `la.tune` that are passed to the constructor when the method is chosen by name.
+        scored: whether it scores validation data, and so accepts val_loader=, loss=, bounds= and the like.
+        scoring: which of these keywords it accepts if it scores other data.
+        prior_structure: the prior structure that is tuned by default.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
@@ -48,11 +48,11 @@ class Method(ABC):
 
     @abstractmethod
     def tune(self, problem: Problem) -> Tuned:
-        """Return what was found; `la.tune` sets it. Runs without gradients."""
+        """Return the result; `la.tune` sets it. Runs without gradients."""
 
 
 class Given(Method):
-    """A function of the problem."""
+    """Wraps a function of the problem as a method."""
 
     def __init__(self, function: Callable[[Problem], Tuned]) -> None:
         self.function = function
@@ -62,7 +62,7 @@ class Given(Method):
 
 
 class ByEvidence(Method):
-    """Damped Newton on the log evidence; a prior precision that is not tuned is held."""
+    """Maximises the log evidence by damped Newton. A prior precision that is not tuned stays fixed."""
 
     options = ("n_steps",)
     scored = False
@@ -88,7 +88,7 @@ class ByEvidence(Method):
 
 
 class ByValidation(Method):
-    """A grid of all that is tuned, and the way down from its best basins."""
+    """Minimises the score on validation data: a grid over all hyperparameters, then descents from its best basins."""
 
     options = ("grid_size",)
 
@@ -102,7 +102,7 @@ class ByValidation(Method):
 
 
 class ByLeaveOneOut(Method):
-    """The search of 'validation', with leave-one-out predictions of the training data as the score."""
+    """Searches like 'validation', but scores leave-one-out predictions of the training data."""
 
     options = ("grid_size",)
     scored = False
@@ -119,7 +119,7 @@ class ByLeaveOneOut(Method):
 
 
 class ByAuto(Method):
-    """The evidence, of a regression with the noise of its residuals, held by a look at the training data."""
+    """Maximises the evidence (in regression with noise from the residuals), then checks it on training data."""
 
     options = ("n_steps",)
     scored = False
@@ -136,7 +136,7 @@ class ByAuto(Method):
 
 
 class ByBayesian(Method):
-    """Bayesian optimisation of the validation score, with BoTorch."""
+    """Minimises the score on validation data by Bayesian optimisation, with BoTorch."""
 
     options = ("grid_size", "evaluations", "seed")
     prior_structure = "layerwise"
@@ -166,14 +166,14 @@ def register_method(name: str, method: type[Method]) -> type[Method]:
     """Give a method a name, so that `la.tune(method=name)` finds it.
 
     Args:
-        name: what it is called from now on.
-        method: its class, made without arguments but for those of `la.tune` in its `options`.
+        name: the new name.
+        method: the class. It is constructed with the keywords of `la.tune` in its `options`, and no other arguments.
 
     Returns:
-        The class, as it is.
+        The class, unchanged.
 
     Raises:
-        OptionError: the name is taken by one of ours, or what comes is no class of a method.
+        OptionError: a built-in method has this name, or `method` is not a subclass of `Method`.
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise OptionError(f"register_method({name!r}, {shown(method)}): give a class that inherits tuning.Method.")
@@ -184,12 +184,12 @@ def register_method(name: str, method: type[Method]) -> type[Method]:
 
 
 def method_of(value: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) -> tuple[str, Method]:
-    """Return a method and what to call it; refuse options that are for others.
+    """Return a method and its name. Refuse options of other methods.
 
     Args:
         value: a name, a method, or a function of the problem.
         given: the options of `la.tune` that methods may have.
-        usual: the same as they are when nobody gives them.
+        usual: the default values of these options.
     """
     if isinstance(value, type):
         raise OptionError(f"method={value.__name__} is a class; give an object: {value.__name__}().")
@@ -210,7 +210,7 @@ def _options(kind: type[Method]) -> tuple[str, ...]:
 
 
 def _refuse(name: str, able: Sequence[str], given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Refuse options that other methods have, where they were changed."""
+    """Refuse options of other methods whose values differ from the defaults."""
     for key, value in given.items():
         if key not in able and not unchanged(value, usual[key]):
             owners = [repr(other) for other in _OURS if key in _options(METHODS[other])]

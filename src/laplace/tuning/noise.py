@@ -1,4 +1,4 @@
-"""Set the noise of a regression, and how wide its posterior is, by what training has absorbed of the noise.
+"""Set the noise and the width of the posterior of a regression, allowing for noise that training has absorbed.
 
 Residuals of the training data are too small a noise for new inputs: the network was fitted to these data. A linear
 model with gamma effective parameters, N examples and noise sigma says by how much,
@@ -14,10 +14,10 @@ with s_res^2 the mean squared residual:
 sigma_0 comes from a Gaussian process on up to MOST_POINTS examples, never from the posterior that is tuned: the
 log-determinant of a block-diagonal posterior counts more effective parameters than there are examples, which makes its
 own noise up to twenty times too large, and a last layer does not see that the body was fitted, too. The prior is the
-evidence's at sigma_0. Where it leaves S wider than the mean above, as block-diagonal structures do, its precision is
-raised; where S is narrower, as a last layer's is, the noise takes the rest, so that the total stays.
+evidence's at sigma_0. If S is wider than the mean above, as with block-diagonal structures, the prior precision is
+raised. If S is narrower, as with a last layer, the noise is raised so that the total is kept.
 
-A last layer on a frozen body is a linear model: its own evidence is exact, and taken as it is.
+A last layer on a frozen body is a linear model: its own evidence is exact, and used directly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MeanVariances = Callable[[Sequence[Posterior]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Held:
-    """A posterior at another noise, with its network: what `Problem` takes."""
+    """Holds a posterior at another noise, with its network, as `Problem` takes it."""
 
     posterior: Posterior
     runner: Runner
@@ -78,7 +78,7 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned], mean
         own = by_joint_evidence(posterior, residual)
         return _noting(_held(problem, by_evidence, own), f"{said}; the noise is that of the largest evidence.")
     if problem.training_data is None:
-        return _without(problem, by_evidence, residual, said, "there is no training data at hand (train_loader=)")
+        return _without(problem, by_evidence, residual, said, "no training data is available (train_loader=)")
     try:
         noise = of_all_weights(problem.la.runner, problem.training_data, posterior.fit, residual)
         tuned, how = _shared(problem, _held(problem, by_evidence, noise), noise, residual, mean_variances)
@@ -89,7 +89,7 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned], mean
 
 
 def of_all_weights(runner: Runner, loader: Iterable[Any], own: Fit, residual: Tensor) -> Tensor:  # ()
-    """Return the noise at the largest evidence of the linearised network, with all covariances of all weights."""
+    """Return the noise with the largest evidence for the linearised network with all covariances of all weights."""
     outputs = own.n_outputs
     weights = sum(p.numel() for _, p in trainable_of(runner.model))
     points = min(MOST_POINTS // outputs, int(math.sqrt(MOST_WORK / weights)) // outputs)
@@ -100,7 +100,7 @@ def of_all_weights(runner: Runner, loader: Iterable[Any], own: Fit, residual: Te
 
 
 def by_joint_evidence(posterior: Posterior, start: Tensor) -> Tensor:  # ()
-    """Return the noise at the maximum of the evidence over noise and one prior precision, at least `start`."""
+    """Return the noise that maximises the evidence over noise and one prior precision; at least `start`."""
     prior = posterior.prior if isinstance(posterior.prior, GaussianPrior) else GaussianPrior.of(1.0)
     space = Space(replace(posterior, prior=prior, sigma=start.to(posterior.sigma)), "scalar", noise=True)
     try:
@@ -113,7 +113,7 @@ def by_joint_evidence(posterior: Posterior, start: Tensor) -> Tensor:  # ()
 def _shared(
     problem: Problem, tuned: Tuned, noise: Tensor, residual: Tensor, mean_variances: MeanVariances
 ) -> tuple[Tuned, str]:
-    """Return the point at which noise and mean of S have their total, and what was done for it."""
+    """Return the point at which noise and mean of S add up to the total, and in words how it was reached."""
     level, total = float(noise) ** 2, 2 * float(noise) ** 2 - float(residual) ** 2
     posterior = tuned.best.applied(problem.la.posterior.detached())
     (spread,) = mean_variances([posterior])
@@ -131,7 +131,7 @@ def _shared(
 
 
 def _factor(posterior: Posterior, wanted: float, mean_variances: MeanVariances) -> float:
-    """Return what to multiply the prior precision by for a mean of S: logarithms are interpolated on a grid."""
+    """Return the factor on the prior precision that gives a mean of S: logarithms are interpolated on a grid."""
     prior = posterior.prior
     assert isinstance(prior, GaussianPrior)
     raised = [replace(posterior, prior=prior.with_precision(10**power * prior.precision)) for power in _POWERS]
@@ -147,7 +147,7 @@ def _factor(posterior: Posterior, wanted: float, mean_variances: MeanVariances) 
 
 
 def _held(problem: Problem, by_evidence: Callable[[Problem], Tuned], noise: Tensor) -> Tuned:
-    """Return the prior of the largest evidence at a noise, if a prior is tuned."""
+    """Return the prior with the largest evidence at a given noise, if a prior is tuned."""
     la, posterior = problem.la, problem.la.posterior.detached()
     held = replace(posterior, sigma=noise.to(posterior.sigma))
     others = [kind for kind in problem.kinds if kind != "sigma_noise"]
@@ -160,7 +160,7 @@ def _held(problem: Problem, by_evidence: Callable[[Problem], Tuned], noise: Tens
 
 
 def _without(problem: Problem, by_evidence: Callable[[Problem], Tuned], residual: Tensor, said: str, why: str) -> Tuned:
-    """Return the noise of the posterior's own evidence, held near the residuals where that is too large; warn."""
+    """Return the noise by the posterior's own evidence, or one nearer to the residuals if it is too large; warn."""
     own = by_joint_evidence(problem.la.posterior.detached(), residual)
     if _whole(problem):  # nonlinear: see above. The exponents were fitted to nine UCI sets
         noise, off = residual**0.75 * own**0.25, "a guess between the two"
@@ -168,9 +168,9 @@ def _without(problem: Problem, by_evidence: Callable[[Problem], Tuned], residual
     else:
         noise, off = (
             own,
-            "that of the largest evidence; intervals will be too narrow, for other weights were fitted",
+            "that of the largest evidence; intervals will be too narrow, because other weights were trained, too",
         )
-    text = f"{said}. What all weights do not know could not be counted: {why}. The noise is {off}."
+    text = f"{said}. The uncertainty of all weights could not be taken into account: {why}. The noise is {off}."
     problem.la.runner.warn_once("noise of all weights", f"{text} With validation data write la.calibrate(val_loader).")
     return _noting(_held(problem, by_evidence, noise), text)
 

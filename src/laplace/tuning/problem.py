@@ -1,4 +1,4 @@
-"""What a method of tuning is given: the hyperparameters as points, and what a point is worth."""
+"""Describe a tuning problem to its method: hyperparameters as points, and the score of each point."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BOUNDS = {"prior_precision": (1e-4, 1e4), "sigma_noise": (1e-3, 1e3), "temperat
 
 
 class Posteriors(Protocol):
-    """A posterior with the network that it belongs to, and what predictions divide the logits by."""
+    """Has a posterior, its network, and the softmax temperature of predictions."""
 
     @property
     def posterior(self) -> Posterior: ...
@@ -50,7 +50,7 @@ class Posteriors(Protocol):
 
 @dataclass(frozen=True)
 class Scoring:
-    """How predictions are scored: the options of `la.tune` that every method by validation shares."""
+    """Holds how predictions are scored: the options of `la.tune` that all methods by validation share."""
 
     val_loader: Iterable[Any] | None = None
     loss: Any = None
@@ -73,7 +73,7 @@ SCORING: Final = (
 
 @dataclass
 class Problem:
-    """What is to be tuned, and what a point is worth. A point x, (K,) in float64, holds logarithms.
+    """Says what is tuned, and scores points. A point x, (K,) in float64, holds logarithms of hyperparameters.
 
     The coordinates are, in this order: one or more prior precisions (by `groups`), sigma_noise, the temperature, as
     far as they are tuned.
@@ -95,7 +95,7 @@ class Problem:
 
     @cached_property
     def space(self) -> Space:
-        """What is tuned: `space.kinds` says what each coordinate is, `space.at(x)` is the posterior at a point."""
+        """Return what is tuned: `space.kinds` names each coordinate, `space.at(x)` is the posterior at a point."""
         own = tuple(kind for kind in self.kinds if kind not in KINDS)  # of a prior without precisions
         moved = self.groups if own or "prior_precision" in self.kinds else None
         posterior = self.la.posterior.detached()
@@ -103,13 +103,13 @@ class Problem:
 
     @property
     def start(self) -> Tensor:  # (K,)
-        """The hyperparameters as they are now."""
+        """Return the current hyperparameters."""
         prior = self.la.posterior.prior
         return self.space.start(prior.precision.detach() if isinstance(prior, GaussianPrior) else 1.0)
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:  # (K,), (K,)
-        """The lowest and highest point, from `bounds`."""
+        """Return the lowest and the highest point, from `bounds`."""
         limits = bounds_of(self.scoring.bounds, self.kinds)
         ends = torch.tensor([limits[kind] for kind in self.space.kinds], dtype=torch.float64)
         low, high = ends.to(self.start.device).unbind(1)
@@ -117,7 +117,7 @@ class Problem:
 
     @cached_property
     def how(self) -> How:
-        """How predictions are made and scored."""
+        """Return how predictions are made and scored."""
         s = self.scoring
         how = how_scored(self.la, s.pred_type, s.link_approx, s.n_samples, s.loss, s.ood_weight)
         if s.ood_loader is None and not unchanged(s.ood_weight, 0.5):
@@ -126,23 +126,23 @@ class Problem:
 
     @cached_property
     def validation(self) -> Validation:
-        """The score of posteriors on `val_loader`."""
+        """Return the object that scores posteriors on `val_loader`."""
         s = self.scoring
         return validation_of(self.la, self.how, s.val_loader, s.ood_loader, s.progress_bar, True, s.reduce)
 
     @property
     def training_data(self) -> Iterable[Any] | None:
-        """What the posterior was fitted to: `train_loader`, or what `fit` was given; None if neither is at hand."""
+        """Return the training data: `train_loader`, or what `fit` was given; None if neither is available."""
         given = self.scoring.train_loader
         return getattr(self.la, "training_data", None) if given is None else given
 
     @cached_property
     def leave_one_out(self) -> LeaveOneOut:
-        """The score of posteriors by leave-one-out predictions of the training data, or of a sample of it."""
+        """Return the object that scores posteriors by leave-one-out predictions of (a sample of) the training data."""
         loader, runner = self.training_data, self.la.runner
         if loader is None:
             raise OptionError(
-                "leave-one-out tuning reads the training data again, and there is none at hand: fit was given an "
+                "leave-one-out tuning reads the training data again, and there is none available: fit was given an "
                 "iterator or added to earlier data, or the posterior comes from a file or a copy. Give train_loader=."
             )
         fit, count = self.la.posterior.fit, len(self.space.kinds)
@@ -173,7 +173,7 @@ class Problem:
         return self.validation.scores([self.space.at(x) for x in points]).tolist()
 
     def losses(self, points: Sequence[Tensor]) -> list[float]:
-        """Return what each point loses, and remember it: its score, or minus its log evidence without `val_loader`."""
+        """Return and remember the loss of each point: its score, or minus its log evidence without `val_loader`."""
         if isinstance(points, Tensor) and points.dim() < 2:
             raise OptionError("problem.losses takes a list of points. Write problem.losses([x]) for one point x.")
         if self.scoring.val_loader is None:
@@ -226,7 +226,7 @@ def search_of(
 
 
 def _expected_posteriors(kinds: int, coordinates: int) -> int:
-    """Return about how many posteriors a search looks at."""
+    """Return about how many posteriors a search scores."""
     return {1: 21, 2: 169}.get(kinds, 343) + 30 * coordinates
 
 
@@ -260,7 +260,7 @@ def validation_of(
     again: bool,
     reduce: Reduce = alone,
 ) -> Validation:
-    """Return what scores posteriors on a loader, and on inputs from outside the distribution."""
+    """Return an object that scores posteriors on a loader, and on inputs from outside the distribution."""
     loader = dataloader_of(loader, "val")
     places = None
     if la.posterior.fit.owners is not None:

@@ -1,14 +1,14 @@
-"""The best scale for each factor of the prior precision, on validation data, and the rule that picks one factor.
+"""Find the best scale for each factor of the prior precision, on validation data, and choose one factor by a rule.
 
 The objective is the mean negative log-likelihood, with outside inputs minus `ood_weight` times their mean entropy. A
 hyperprior adds its negative logarithm, divided by the number of examples:
 
     [ log(1 + (log T / 0.3)^2) + min(d^2, 3^2) / 2 ] / N,    d = log10(prior precision / that of the evidence)
 
-so 200 examples are held back by it, and 20,000 do not feel it. Its tails are heavy: a network that is far too sure, and
-needs T = 3, is not held back by much. A posterior whose noise is below the residuals r of the data that the network was
-fitted to gets (log(r / sigma) / 0.1)^2 / 2 in the place of the first term: noise is rarely smaller on new data, but a
-few examples whose wide posterior happens to explain their errors ask for that.
+so it matters with 200 examples, and has no effect with 20,000. Its tails are heavy: a network that is far too sure, and
+needs T = 3, is hardly affected. If the noise is below the training residuals r, the first term is replaced by
+(log(r / sigma) / 0.1)^2 / 2: noise is rarely smaller on new data, but a few examples can suggest it if a wide posterior
+happens to explain their errors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_ADDED = 24  # half decades added to the grid on one side
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting with its scores.
+    """Holds a setting with its scores.
 
     Attributes:
         setting: The factor of the prior precision and the scale.
@@ -60,7 +60,7 @@ class Candidate:
 
 
 class Profile:
-    """Searches the scale of each factor, and extends the grid of factors where its ends are not the end."""
+    """Searches the scale of each factor, and extends the grid of factors if the best one is at its end."""
 
     def __init__(self, held_out: HeldOut, ood_weight: float, start: float, centre: float | None) -> None:
         self.held_out, self.ood_weight, self.start, self.centre = held_out, ood_weight, start, centre
@@ -85,7 +85,7 @@ class Profile:
                 break
 
     def _explore(self, factors: Sequence[float]) -> bool:
-        """Search the scales of further factors. Return whether there is any posterior in this dtype among them."""
+        """Search the scales of further factors. Return whether the dtype can represent any of their posteriors."""
         usable = [factor for factor in factors if self._has_posterior(factor)]
         if self.held_out.scale == "softmax_temperature" and usable:
             usable = self._looked_for(usable)
@@ -95,7 +95,7 @@ class Profile:
         return bool(usable)
 
     def _looked_for(self, factors: Sequence[float]) -> list[float]:
-        """Find where each log T is by a few of the examples, and begin there. Return the factors that have a chance.
+        """Estimate each log T from a few examples, and begin there. Return the factors that have a chance.
 
         Links cost more than softmax, and most where the posterior is so wide that it is hopeless.
         """
@@ -218,7 +218,7 @@ def descend(lines: Mapping[float, Line], totals: Callable[[Sequence[Setting]], l
 
 
 def best_of(candidates: Sequence[Candidate], references: Sequence[Candidate]) -> Candidate:
-    """Return the lowest of the candidates that are no worse than each reference, without the hyperprior."""
+    """Return the best candidate that is, without the hyperprior, no worse than each reference."""
     limit = min(each.objective for each in references)
     return min((c for c in [*candidates, *references] if c.objective <= limit), key=lambda each: each.total)
 
@@ -229,7 +229,7 @@ def widest_of(
     references: Sequence[Candidate],
     difference: Callable[[Candidate, Candidate], tuple[float, float]],
 ) -> Candidate:
-    """Return the widest posterior within one standard error of the best that surely costs little.
+    """Return the widest posterior within one standard error of the best whose loss is surely small.
 
     It may cost up to its standard error against the references, and with two standard errors added no more than `CAP`:
     the fewer the examples, the narrower it is. A gain counts only if it is larger than two standard errors. Otherwise a

@@ -1,4 +1,4 @@
-"""What tuning found, and what it looked at on the way."""
+"""Hold the result of tuning, and all points that were evaluated."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KINDS = ("prior_precision", "sigma_noise", "temperature")
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of the hyperparameters, and its score.
+    """Holds one setting of the hyperparameters, and its score.
 
     Attributes:
-        prior_precision: (), one per tensor or one per weight; nothing, (0,), of a prior without.
+        prior_precision: (), one per tensor or one per weight; empty, (0,), for a prior without precisions.
         sigma_noise: the noise of a regression.
-        temperature: of the likelihood.
+        temperature: the temperature of the likelihood.
         score: the log evidence, or the validation score.
-        hyperparameters: of a prior that is not given by precisions, by name.
+        hyperparameters: the hyperparameters by name, for a prior that is not given by precisions.
     """
 
     prior_precision: Tensor
@@ -37,7 +37,7 @@ class Point:
 
     @classmethod
     def of(cls, posterior: Posterior, score: float) -> Point:
-        """The setting of a posterior."""
+        """Return the setting of a posterior."""
         prior, rest = posterior.prior, (float(posterior.sigma), posterior.temperature, score)
         if isinstance(prior, GaussianPrior):
             return cls(prior.precision.detach(), *rest)
@@ -61,7 +61,7 @@ class Point:
 
 
 def _shown(value: Tensor) -> str:
-    """One number, or the first few."""
+    """Write one number, or the first few."""
     values = value.reshape(-1)
     if len(values) == 1:
         return f"{float(values[0]):.4g}"
@@ -73,21 +73,21 @@ def _shown(value: Tensor) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Tuned:
-    """The best point, all points in the order in which they were looked at, and what that took.
+    """Holds the best point, all points in the order in which they were evaluated, and the effort.
 
     Attributes:
-        method: which was taken: 'evidence'; 'guarded evidence', whose prior precision was raised until the posterior
-            did no harm; 'residuals and evidence', noise and prior of a regression by 'auto'; 'loo', 'validation',
-            'bayesian', or the name of a method of one's own.
-        best: the `Point` that was taken: of the largest log evidence, or of the smallest score; of 'guarded evidence'
-            with the log evidence there.
-        points: all that were looked at.
-        steps: Newton's, or a search's rounds.
-        factorisations: how many posteriors were made.
-        notes: the warnings, and why this method was taken.
-        converged: whether it ended because there was nothing better nearby, and not for its number of steps; None of
-            a grid alone and of 'bayesian', which do not look.
-        by_evidence: whether a method of one's own maximised the log evidence, so that the scores are log evidences.
+        method: the method that was used: 'evidence'; 'guarded evidence', whose prior precision was raised until the
+            posterior did no harm; 'residuals and evidence', noise and prior of a regression by 'auto'; 'loo',
+            'validation', 'bayesian', or the name of your own method.
+        best: the chosen `Point`, with the largest log evidence or the smallest score. For 'guarded evidence', its score
+            is the log evidence at that point.
+        points: all points that were evaluated.
+        steps: the number of Newton steps, or of rounds of a search.
+        factorisations: how many posteriors were computed.
+        notes: the warnings, and why this method was used.
+        converged: whether the search ended because nothing nearby was better, and not because of its number of steps.
+            None for a plain grid and for 'bayesian', which do not check this.
+        by_evidence: whether your own method maximised the log evidence, so that the scores are log evidences.
     """
 
     method: str
@@ -101,41 +101,41 @@ class Tuned:
 
     @property
     def prior_precision(self) -> Tensor:
-        """The best prior precision; see `hyperparameters` of a prior without."""
+        """Return the best prior precision. For a prior without precisions, use `hyperparameters`."""
         return self.best.prior_precision
 
     @property
     def hyperparameters(self) -> Mapping[str, Tensor]:
-        """The best hyperparameters, by name, of a prior that is not given by precisions."""
+        """Return the best hyperparameters by name, for a prior that is not given by precisions."""
         return self.best.hyperparameters
 
     @property
     def sigma_noise(self) -> float:
-        """The best noise."""
+        """Return the best noise."""
         return self.best.sigma_noise
 
     @property
     def temperature(self) -> float:
-        """The best temperature."""
+        """Return the best temperature."""
         return self.best.temperature
 
     @property
     def score(self) -> float:
-        """The best log evidence, or the best validation score."""
+        """Return the best log evidence, or the best validation score."""
         return self.best.score
 
     def curve(self, name: str = "prior_precision", index: int = 0) -> tuple[Tensor, Tensor]:  # (n,), (n,)
-        """The values looked at of one hyperparameter, in ascending order, and their scores: what one would plot.
+        """Return the evaluated values of one hyperparameter, in ascending order, and their scores, for a plot.
 
         Args:
-            name: which hyperparameter.
+            name: the name of the hyperparameter.
             index: which one of several prior precisions.
 
         Returns:
             Values (n,) and scores (n,).
 
         Raises:
-            OptionError: a name or an index that there is not.
+            OptionError: the name or the index is unknown.
         """
         own = self.best.hyperparameters
         name = choice(name, [*own, *KINDS[1:]] if own else KINDS, "name")
@@ -160,7 +160,7 @@ class Tuned:
 
 
 def names_of(names: Sequence[str], prior: Prior, noise: bool) -> list[str]:
-    """The hyperparameters of these names, each once; of no name those of the prior, and the noise if asked for."""
+    """Return the named hyperparameters, each once. Without names: those of the prior, and the noise if asked for."""
     gaussian = isinstance(prior, GaussianPrior)
     valid = KINDS if gaussian else [*prior.hyperparameters, *KINDS[1:]]
     usual = ["prior_precision"] if gaussian else list(prior.tuned)

@@ -28,7 +28,7 @@ Predicted = tuple[Outputs, Tensor | None]  # distribution of the outputs, and th
 
 @dataclass(frozen=True)
 class How:
-    """How a prediction is made and scored. A `loss` of None means the predictive negative log-likelihood.
+    """Says how a prediction is made and scored. A `loss` of None means the predictive negative log-likelihood.
 
     `approximation` is what `link` names; None where outputs stand for themselves. `softmax_temperature` divides the
     logits.
@@ -49,7 +49,7 @@ class How:
 
 
 class Tally:
-    """The score of one posterior, added up batch by batch."""
+    """Adds up the score of one posterior, batch by batch."""
 
     def __init__(self, how: How, likelihood: Likelihood) -> None:
         self.likelihood, self.weight = likelihood, how.ood_weight
@@ -57,7 +57,7 @@ class Tally:
         self.outside = _Mean()
 
     def add(self, prediction: Predicted, targets: Targets, sigma: Tensor) -> None:
-        """Add a batch of the validation data. A weighted mean of the log-likelihood; a loss leaves out weights of 0."""
+        """Add a batch of validation data. The log-likelihood is weighted; a loss only leaves out weights of 0."""
         outputs, p = prediction
         if isinstance(self.inside, _Mean):
             nll = -self.likelihood.log_predictive(outputs, p, targets.y, sigma)
@@ -84,7 +84,7 @@ class Tally:
         return (*sums, self.outside.total, self.outside.n), seen
 
     def take(self, reports: Sequence[Report]) -> Tally:
-        """Replace what was added here by that of all processes."""
+        """Replace this process's sums by the sums over all processes."""
         total, n, outside, m = (sum(column) for column in zip(*(sums for sums, _ in reports), strict=True))
         if isinstance(self.inside, _Metric):
             self.inside = _Metric(self.inside.metric)
@@ -102,7 +102,7 @@ class Tally:
 
 
 class _Mean:
-    """A running mean."""
+    """Keeps a running mean."""
 
     def __init__(self) -> None:
         self.total, self.n = 0.0, 0.0
@@ -117,7 +117,7 @@ class _Mean:
 
 
 class _Loss:
-    """A loss averaged over the examples; `loss(prediction..., y)` returns the mean over its batch."""
+    """Averages a loss over the examples; `loss(prediction..., y)` returns the mean over its batch."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.loss, self.mean = loss, _Mean()
@@ -137,7 +137,7 @@ class _Loss:
 
 
 class _Metric:
-    """A metric object with reset, update and compute, copied for each posterior. Larger may be better."""
+    """Wraps a metric object with reset, update and compute, copied for each posterior. Larger may be better."""
 
     def __init__(self, metric: Any) -> None:
         self.metric = copy.deepcopy(metric)
@@ -167,7 +167,7 @@ def _loss(loss: Any, likelihood: Likelihood) -> _Loss | _Metric:
 
 
 def _arguments(likelihood: Likelihood, prediction: Predicted, y: Tensor, sigma: Tensor) -> tuple[Tensor, ...]:
-    """Return what a loss gets before y: (probabilities,), or (mean, variance) with the noise included."""
+    """Return the arguments of a loss before y: (probabilities,), or (mean, variance) with the noise included."""
     outputs, p = prediction
     if p is not None:
         return (p,)

@@ -1,4 +1,4 @@
-"""The hyperparameters that are tuned, as one vector x: those of the prior, then sigma, then T.
+"""Treat the tuned hyperparameters as one vector x: those of the prior, then sigma, then T.
 
 Coordinates are logarithms: of the precisions of a Gaussian prior, of the named hyperparameters of another (but for
 those that may be negative, which are coordinates themselves), of sigma and of T.
@@ -20,7 +20,7 @@ from laplace.structures import per_weight
 
 @dataclass(frozen=True)
 class Space:
-    """What of a posterior is tuned.
+    """Says which hyperparameters of a posterior are tuned.
 
     Attributes:
         posterior: the one that is moved.
@@ -53,7 +53,7 @@ class Space:
 
     @property
     def sizes(self) -> list[int]:
-        """How many weights each tuned value of the prior is for."""
+        """Return how many weights each tuned value of the prior belongs to."""
         layout = self.posterior.fit.layout
         if self.names:
             return [layout.n_params] * sum(value.numel() for value in self._values.values())
@@ -62,7 +62,7 @@ class Space:
 
     @property
     def kinds(self) -> list[str]:
-        """What each coordinate is."""
+        """Return the kind of each coordinate."""
         last = ["sigma_noise"] * self.noise + ["temperature"] * self.temperature
         if self.names:
             return [name for name, value in self._values.items() for _ in range(value.numel())] + last
@@ -70,13 +70,13 @@ class Space:
 
     @property
     def _values(self) -> dict[str, Tensor]:
-        """The named hyperparameters, in the shapes that are tuned."""
+        """Return the named hyperparameters, in the shapes that are tuned."""
         prior, layout = self.posterior.prior, self.posterior.fit.layout
         own = prior.detached().grouped(self.names, self.groups or "scalar", layout).hyperparameters
         return {name: own[name] for name in self.names}
 
     def start(self, precision: float | Tensor) -> Tensor:  # (K,)
-        """Precisions at one value, or at those given for each group; the rest as it is."""
+        """Return a point with the given precisions, one or one per group, and the rest as it is now."""
         if self.names:
             x = [self._coordinate(name, value) for name, value in self._values.items()]
             return torch.cat([*x, x[0].new_tensor(self._rest())])
@@ -93,7 +93,7 @@ class Space:
         return value if name in self.posterior.prior.unrestricted else value.log()
 
     def _named(self, x: Tensor) -> dict[str, Tensor]:
-        """The named hyperparameters at a point."""
+        """Return the named hyperparameters at a point."""
         shapes = {name: value.shape for name, value in self._values.items()}
         parts = x.split([shape.numel() for shape in shapes.values()])
         pairs = zip(shapes.items(), parts, strict=True)
@@ -101,7 +101,7 @@ class Space:
         return {name: (part if name in free else part.exp()).reshape(shape) for (name, shape), part in pairs}
 
     def at(self, x: Tensor) -> Posterior:
-        """The posterior with these hyperparameters, differentiable in precisions and sigma."""
+        """Return the posterior with these hyperparameters, differentiable in precisions and sigma."""
         posterior, n = self.posterior, len(self.sizes)
         prior, sigma = posterior.prior.detached(), posterior.sigma.detach()
         if self.names:
@@ -116,7 +116,7 @@ class Space:
         return replace(posterior, prior=prior, sigma=sigma, temperature=temperature)
 
     def described(self, index: list[int]) -> str:
-        """Some coordinates of one kind in words."""
+        """Describe some coordinates of one kind in words."""
         kind = self.kinds[index[0]].replace("prior_precision", "prior precision")
         if self.groups != "layerwise" or kind != "prior precision" or len(index) == len(self.sizes):
             return kind
@@ -125,7 +125,7 @@ class Space:
 
 
 def groups_of(posterior: Posterior) -> str | None:
-    """By which groups the precision of a posterior's prior is given; None of a prior without one."""
+    """Return the groups of weights that share a prior precision; None for a prior without precisions."""
     if not isinstance(posterior.prior, GaussianPrior):
         return None
     count = posterior.prior.precision.numel()

@@ -26,7 +26,7 @@ _BATCHES: Final = 32  # of a list of many batches, how many are read
 
 @dataclass(frozen=True)
 class Sample:
-    """Some examples of a loader.
+    """Takes some examples of a loader.
 
     A DataLoader over a map-style dataset gives examples drawn from everything that its sampler names. A list of batches
     gives some examples of batches spread over the list. Anything else gives its first batches.
@@ -125,7 +125,7 @@ class Sample:
 
 
 def of_all_ranks(loader: Iterable[Any], most: int, reduce: Reduce) -> Iterable[Any]:
-    """Return about `most` examples of the data of all ranks, the same on each of them; of one process, all its data."""
+    """Return about `most` examples of all ranks' data, the same on each rank. One process returns all its data."""
     if reduce.size == 1:
         return loader
     read = reduce.agree(lambda: [*Sample(loader, -(-most // reduce.size)).reading()])
@@ -167,6 +167,6 @@ def _first(loader: Iterable[Any], most: int) -> list[Any]:
 
 
 def _length(batch: Any) -> int:
-    """Return the number of examples in a batch as a loader gives it; 1 where that cannot be seen."""
+    """Return the number of examples in a batch as a loader gives it; 1 if it is unknown."""
     parts = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, (tuple, list)) else ()
     return max((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), default=1)

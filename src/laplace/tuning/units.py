@@ -41,7 +41,7 @@ ELEMENTWISE = (
 
 
 class Widening(ABC):
-    """The new units of a network; `free` are their weights and biases, to be trained."""
+    """Holds the new units of a network; `free` are their weights and biases, to be trained."""
 
     free: list[Tensor]
 

@@ -1,4 +1,4 @@
-"""What speaks against validation data: it was trained on, is too small, lacks classes, or is in other units."""
+"""Say what speaks against validation data: it was trained on, is too small, lacks classes, or is in other units."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _trained_on(training: Any, validation: Any) -> str:
     if not shared:
         return ""
     return (
-        f"val_loader {shared}. The network knows these labels, so its errors there are too small and the result is too "
-        "sure. Give data that it was not trained on."
+        f"val_loader {shared}. The network was trained on these labels, so its errors there are too small and the "
+        "result is overconfident. Give data that it was not trained on."
     )
 
 
@@ -98,8 +98,8 @@ def _few(held_out: HeldOut, gain: Gain) -> str:
         return ""
     low, high = gain.interval
     return (
-        f"{n:.0f} validation examples are few: the gain on the network is {gain.mean:.3f} nats per example with a 95 % "
-        f"interval from {low:.3f} to {high:.3f}. Give a few hundred."
+        f"{n:.0f} validation examples are few: the gain over the network is {gain.mean:.3f} nats per example with a 95 "
+        f"% interval from {low:.3f} to {high:.3f}. Give a few hundred."
     )
 
 
@@ -112,7 +112,7 @@ def _missing_classes(held_out: HeldOut) -> str:
         if not constant:
             return ""
         which = "the label is the same" if y.shape[1] == 1 else f"labels {_listed(constant)} are the same"
-        return f"{which} for all validation examples: nothing is known there about the other one."
+        return f"{which} for all validation examples, so they say nothing about the other label."
     if not isinstance(likelihood, OneOfSeveral):
         return ""
     f = torch.zeros(1, held_out.posterior.fit.n_outputs, dtype=torch.float64, device=y.device)

@@ -114,7 +114,7 @@ class Validation:
 
 
 class Runs:
-    """Runs of the network on a loader: kept after the first time if they are small, else made again."""
+    """Runs the network on a loader. Keeps the runs after the first time if they are small, else runs again."""
 
     def __init__(self, make: Callable[[], Labelled], what: str, budget: Budget, needed: bool = True) -> None:
         self.make, self.what, self.budget, self.needed = make, what, budget, needed

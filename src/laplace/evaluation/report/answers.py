@@ -1,4 +1,4 @@
-"""What a method says of some examples, as columns of numbers, and what that was worth where the labels are known."""
+"""Write the predictions of a method as columns of numbers, with scores where the labels are known."""
 
 from __future__ import annotations
 

@@ -53,37 +53,37 @@ def report(
 ) -> Report:
     """Say how far a network can be trusted, on one page: verdicts in words, scores side by side, figures, examples.
 
-    The page is one HTML file without scripts, which opens offline; the same numbers stand beside it as JSON. Compared
-    are the network alone, the network rescaled on validation data (its softmax temperature or noise), Laplace, and
-    further sources. Each loader is read once, and every method predicts every batch once. What cannot be computed
-    is left out, and the page says why; only test data that cannot be used raises an error.
+    The page is one HTML file without scripts, which opens offline; a JSON file beside it has the same numbers. It
+    compares the network alone, the network rescaled on validation data (by its softmax temperature or noise), Laplace,
+    and further sources. Each loader is read once, and every method predicts every batch once. A part that cannot be
+    computed is left out, and the page says why; only unusable test data raises an error.
 
     Args:
         la: A fitted `Laplace`.
         test_loader: Batches (x, y) that were used neither to train nor to tune, or whole arrays as a tuple (x, y).
-        ood: Inputs from elsewhere by name, to be noticed: loaders with or without labels, or tensors.
-        val_loader: Validation data, which rescales the network. Without it, the comparison is not fair to the network.
-        train_loader: The training data: finds test examples that are among them, and shows the scores there.
+        ood: Inputs from outside the distribution, by name: loaders with or without labels, or tensors.
+        val_loader: Validation data, to rescale the network. Without it, the comparison is not fair to the network.
+        train_loader: The training data, to find test examples that are also in it, and to show the scores on it.
         shifts: Labelled data of a changed kind by name, such as noisy images; or by name and strength:
             `{"noise": {1: loader, 2: loader}}`.
         out: Where to write the page; its JSON gets the same name with `.json`. None writes nothing.
         sources: Further methods to compare by name: another `Laplace`, or any `Source`.
-        class_names: Of the classes, labels or outputs.
-        feature_names: Of the inputs' columns, for examples that are rows of numbers.
+        class_names: The names of the classes, labels or outputs.
+        feature_names: The names of the inputs' columns, for examples that are rows of numbers.
         examples: What to show of the test examples: one text each, in order, or a function from an input to a text. If
             left out, images are shown as thumbnails and others by their first numbers.
         title: The heading.
-        thresholds: From where on there is fault to find; see `Thresholds`.
-        n_bootstrap: How many resamples the intervals are made of.
-        seed: What they, and the draws of predictions, are drawn by.
-        progress_bar: Whether one is shown; None shows one in a terminal after a few seconds.
+        thresholds: The limits beyond which the report criticises; see `Thresholds`.
+        n_bootstrap: How many resamples the intervals use.
+        seed: The seed of the resamples and of the draws of predictions.
+        progress_bar: Whether to show a progress bar; None shows one in a terminal after a few seconds.
 
     Returns:
         A `Report`: its verdicts, its numbers as a dict, its page. It prints as a summary.
 
     Raises:
         NotFittedError: `fit` was not called yet.
-        OptionError: an option has another type or value than it may have.
+        OptionError: an option has a wrong type or value.
         InputError: the test data is empty, or does not fit.
         UnsupportedError: preferences between pairs have no report.
     """

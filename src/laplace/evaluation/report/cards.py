@@ -37,7 +37,7 @@ def _card(data: dict[str, Any], card: dict[str, Any], picture: str) -> str:
 
 
 def _said(names: list[str] | None, card: dict[str, Any]) -> list[str]:
-    """Return what was predicted, and what is true."""
+    """Return the prediction and the true label, in words."""
     if "confidence" in card:
         sure = "over 99.9" if card["confidence"] >= 0.9995 else f"{100 * card['confidence']:.1f}"
         said = f"<p>says <b>{escape(_classes(names, card['predicted']))}</b>, {sure} % sure</p>"

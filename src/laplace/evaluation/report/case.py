@@ -1,4 +1,4 @@
-"""All that a verdict may look at, and a few ways to say it."""
+"""Collect the data of verdicts, and format numbers for them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
 
 
 def calibrate(case: Case) -> tuple[str, str]:
-    """Return what to do about predictions that do not fit, and what to write."""
+    """Return what to do about miscalibrated predictions: words and code."""
     if case.la.softmax_temperature == 1:
         return "Calibrate on validation data.", CALIBRATE
     return (

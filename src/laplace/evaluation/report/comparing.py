@@ -17,7 +17,7 @@ _REFERRED = 0.2  # share of the examples that selective prediction hands to a pe
 
 
 def against(case: Case) -> Iterator[Verdict]:
-    """Compare with the network, and with its rescaled self: whichever is the harder one."""
+    """Compare Laplace with the network, and with the rescaled network."""
     worse = case.thresholds.worse
     called = {NETWORK: "the network alone", SCALED: _scaled_name(case)}
     rescales = case.la.likelihood.has_logits or case.la.likelihood.has_noise
@@ -60,7 +60,7 @@ def against(case: Case) -> Iterator[Verdict]:
 
 
 def outside(case: Case) -> Iterator[Verdict]:
-    """Say which score notices which unknown inputs."""
+    """Say which score detects which unknown inputs."""
     for each in case.detected:
         recommended = (LAPLACE, "epistemic") if (LAPLACE, "epistemic") in each.equal else each.best
         method, score = recommended
@@ -90,7 +90,7 @@ def outside(case: Case) -> Iterator[Verdict]:
 
 
 def _which_kind(each: Detected) -> str:
-    """Say what kind of inputs these are, from which score finds them."""
+    """Say what kind of inputs these are, judging by the scores that detect them."""
     scores = {score for _, score in each.equal}
     if scores >= {"entropy", "epistemic"} or "entropy" not in {score for _, score in each.values}:
         return ""

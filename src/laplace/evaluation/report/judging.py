@@ -1,4 +1,4 @@
-"""The rules behind the verdicts: each looks at some numbers, and says something or nothing."""
+"""Define the rules behind the verdicts. Each looks at some numbers, and yields a verdict or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MANY = 0.05  # share of the test examples from where on a leak spoils all score
 
 
 def judge(case: Case) -> list[Verdict]:
-    """Return all verdicts, in the order of the rules. What so few examples say is never grave."""
+    """Return all verdicts, in the order of the rules. On a tiny test set no estimate is graded 'bad'."""
     facts = (_stale, _tiny, _in_common, _degenerate)
     estimates = (_calibration, _coverage, against, _prior, outside, selective)
     found = [verdict for rule in facts for verdict in rule(case)]
@@ -99,7 +99,7 @@ def _degenerate(case: Case) -> Iterator[Verdict]:
             "note",
             "narrow",
             "The posterior is so narrow that it is the network itself.",
-            "Nothing is epistemic: unknown inputs cannot be told by it.",
+            "Its epistemic uncertainty is zero everywhere, so it cannot detect unknown inputs.",
             "Take a smaller prior precision, or more weights.",
             'Laplace(model, ..., subset_of_weights="all")',
         )
@@ -144,7 +144,7 @@ def _coverage(case: Case) -> Iterator[Verdict]:
     name = f"The {100 * level:g} % interval holds {share(held.value)}"
     detail = f"Between {share(held.low)} and {share(held.high)} of new labels, by the bootstrap."
     if meant > level + 0.005:
-        detail += f" Counts jump, so that its intervals should hold {share(meant)}."
+        detail += f" Counts are whole numbers, so its intervals should hold {share(meant)}."
     if abs(off.value) > case.thresholds.coverage and off.excludes(0):
         width = "too narrow" if off.value < 0 else "too wide"
         action, _ = calibrate(case)

@@ -17,7 +17,7 @@ LABELS: Final = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
 
 
 class Detected:
-    """How well each score tells one set of inputs from the test data.
+    """Holds how well each score separates one set of inputs from the test data.
 
     Attributes:
         name: What the set is called.
@@ -71,7 +71,7 @@ def uncertainties(answers: Answers) -> dict[str, Array]:
 
 
 def useful(method: str, score: str) -> bool:
-    """Whether a method has this score at all: the network alone has nothing epistemic."""
+    """Whether a method has this score. The network alone has no epistemic uncertainty."""
     return not (method in (NETWORK, SCALED) and score == "epistemic")
 
 

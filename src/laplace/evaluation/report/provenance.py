@@ -1,4 +1,4 @@
-"""What a report was made of: versions, options, data, digests, seeds and seconds; nothing about where files lie."""
+"""Record where a report comes from: versions, options, data, digests, seeds and seconds, but no paths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stopwatch:
 def provenance(
     la: Reported, data: dict[str, Identity], seed: int, n_bootstrap: int, seconds: dict[str, float]
 ) -> dict[str, Any]:
-    """Return all that somebody else needs to tell whether they look at the same thing."""
+    """Return what identifies the inputs of a report, so that others can check that theirs are the same."""
     model = la.runner.model
     return {
         "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -56,7 +56,7 @@ class Reported(Source, Protocol):
 
 @dataclass(frozen=True)
 class Scale:
-    """What the network's outputs are rescaled by, found on validation data.
+    """Holds the scale of the network's outputs that was found on validation data.
 
     Attributes:
         name: 'softmax_temperature' or 'sigma_noise'.
@@ -73,7 +73,7 @@ class Scale:
 
 @dataclass
 class Reading:
-    """What all methods say of one data set.
+    """Holds the predictions of all methods on one data set.
 
     Attributes:
         answers: By method.

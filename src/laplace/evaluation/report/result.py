@@ -19,11 +19,11 @@ _WIDTH = 88
 
 
 class Report:
-    """How far a network can be trusted. Prints as a summary; a notebook shows the page.
+    """Says how far a network can be trusted. Prints as a summary; a notebook shows the page.
 
     Attributes:
         data: All numbers, as in the JSON.
-        html: The page, which is whole in itself.
+        html: The page, a complete HTML document.
     """
 
     def __init__(self, data: dict[str, Any], html: str) -> None:
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """Return the whole in one sentence."""
+        """Return the overall verdict in one sentence."""
         return self.data["headline"]["text"]
 
     def score(self, method: str, key: str) -> float:

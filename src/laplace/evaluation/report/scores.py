@@ -149,7 +149,7 @@ def _risk(answers: Answers, _: int) -> Weighted:
 
 
 def loss_of(answers: Answers) -> Array:  # (N,)
-    """Return what selective prediction is to avoid: errors, or the size of the residual."""
+    """Return the loss that selective prediction should avoid: errors, or the size of the residual."""
     return answers["error"] if answers.kind in ("classes", "labels") else answers["absolute"]
 
 

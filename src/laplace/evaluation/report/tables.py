@@ -49,7 +49,7 @@ def _per_output(data: dict[str, Any]) -> str:
 
 
 def outside(data: dict[str, Any], pictures: dict[str, list[str]]) -> str:
-    """Return how well unknown inputs are noticed: by which score, in figures, and those that are not."""
+    """Return how well unknown inputs are detected: tables by score, figures, and which are not detected."""
     part = data["outside"]
     failed = "".join(missing(f"{name} is left out", why) for name, why in part["missing"].items())
     if not part["rows"]:

@@ -14,15 +14,15 @@ GRADES: Final = ("bad", "warn", "good", "note")  # the order in which they are t
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where on a report finds fault. Each may be set: `Thresholds(calibration=0.01, level=0.95)`.
+    """Holds the limits beyond which a report criticises. Each can be set: `Thresholds(calibration=0.01, level=0.95)`.
 
-    A difference counts only if its bootstrap interval excludes zero, too.
+    A difference counts only if its bootstrap interval also excludes zero.
 
     Args:
         calibration: Gap of mean confidence and accuracy, as a share: 0.02 is two points.
         ece: Expected calibration error.
         coverage: Gap between the level of an interval and the share of labels that it holds.
-        level: Of that interval: one of 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99.
+        level: The level of that interval: one of 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99.
         worse: By how many nats per example Laplace may be worse than the network, or than the rescaled network.
         detection: AUROC below which inputs from outside count as unnoticed.
         smallest: Fewer test examples than this are a tiny test set.
@@ -52,7 +52,7 @@ class Verdict:
     """One finding, in words.
 
     Attributes:
-        grade: 'bad' (mend it before you rely on the numbers), 'warn', 'good' or 'note'.
+        grade: 'bad' (fix it before you rely on the numbers), 'warn', 'good' or 'note'.
         about: What it is about: 'calibration', 'coverage', 'network', 'outside:<name>', ...
         text: The finding, in one short sentence.
         detail: The numbers behind it.

@@ -98,7 +98,7 @@ def equal_width(values: Array) -> Index:
 
 
 class Detector:
-    """How well a score tells outside from inside, as functions of the weights of both. Higher means out."""
+    """Scores how well outside is separated from inside, as functions of the weights of both. Higher means outside."""
 
     def __init__(self, inside: Array, outside: Array) -> None:  # (N,), (M,)
         values, group = np.unique(np.concatenate([inside, outside]), return_inverse=True)

@@ -1,7 +1,7 @@
 """Hugging Face: a callback for its trainer, networks with uncertainty for its pipelines, folders, answer tokens.
 
-Models of transformers and adapters of peft need none of this: `Laplace` takes them, their batches and their trainer as
-they are. Needs transformers: pip install 'laplace-redux[hf]'.
+Models of transformers and adapters of peft work without this module: `Laplace` accepts them, their batches and their
+trainer directly. Needs transformers: pip install 'laplace-redux[hf]'.
 """
 
 try:

@@ -50,7 +50,7 @@ class AnswerTokens(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The rows of the answers."""
+        """Return the head, with the rows of the answer tokens only."""
         return self.model.get_output_embeddings()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Tensor:  # (N, K)

@@ -28,18 +28,18 @@ class LaplaceCallback(TrainerCallback):
     in its order, with the trainer's collator.
 
     Args:
-        likelihood: what the outputs mean; read from the model if left out.
+        likelihood: what the outputs mean; read from the model by default.
         tune: 'calibrate' sets prior precision and softmax temperature by the evaluation data; 'evidence' sets the prior
             precision by the training data; 'none' leaves both; 'auto' calibrates if there is evaluation data, and
             otherwise calls `la.tune()`.
-        eval_dataset: data to calibrate by; that of the trainer's last evaluation if left out.
-        folder: where to save, as `BayesianModel.save_pretrained` does; the folder 'laplace' in the trainer's output_dir
-            if left out, and nothing with False.
-        **options: options of `Laplace`, as subset_of_weights='all'.
+        eval_dataset: the data to calibrate on. By default that of the trainer's last evaluation.
+        folder: where to save, as `BayesianModel.save_pretrained` does. By default the folder 'laplace' in the trainer's
+            output_dir; False saves nothing.
+        **options: options of `Laplace`, such as subset_of_weights='all'.
 
     Attributes:
         la: the posterior; None until training has ended.
-        result: what the tuning found.
+        result: the result of tuning or calibration.
 
     Raises:
         OptionError: `tune` is unknown.

@@ -17,12 +17,12 @@ from laplace.likelihoods.bernoulli import Multilabel
 
 @dataclass
 class UncertainOutput(ModelOutput):
-    """What a `BayesianModel` returns.
+    """Holds the outputs of a `BayesianModel`.
 
     Attributes:
         logits: the link's inverse of the predictive: its softmax (sigmoid for 'binary' and 'multilabel') is the
             predicted probability. The predictive mean for a regression. (N, C).
-        epistemic: the uncertainty that more data would take away: nats, or a variance for a regression.
+        epistemic: the uncertainty that more data would reduce: in nats, or a variance for a regression.
         aleatoric: the rest of the uncertainty.
     """
 
@@ -39,11 +39,11 @@ class BayesianModel(nn.Module):
 
     Args:
         la: a fitted posterior of a model of transformers.
-        n_samples: draws for the parts of the uncertainty.
-        seed: of these draws: the same inputs get the same answer.
+        n_samples: the number of draws for epistemic and aleatoric uncertainty.
+        seed: the seed of these draws, so that the same inputs get the same answer.
 
     Raises:
-        NotFittedError: the posterior has seen no data.
+        NotFittedError: the posterior is not fitted.
     """
 
     def __init__(self, la: Laplace, n_samples: int = 100, seed: int = 0) -> None:
@@ -54,21 +54,21 @@ class BayesianModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The configuration of the network."""
+        """Return the configuration of the network."""
         return getattr(self.model, "config", None)
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Return the device of the network."""
         return next(self.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the network's parameters."""
+        """Return the dtype of the network's parameters."""
         return next(self.model.parameters()).dtype
 
     def can_generate(self) -> bool:
-        """Return False: this predicts, and writes no text."""
+        """Return False: this model predicts, and does not generate text."""
         return False
 
     def to(self, *args: Any, **kwargs: Any) -> BayesianModel:  # type: ignore[override]
@@ -103,9 +103,9 @@ class BayesianModel(nn.Module):
         """Write the network and its posterior to a folder of safetensors and JSON, ready to be uploaded to a hub.
 
         Args:
-            folder: made if it is missing. Files of these names are replaced.
-            tokenizer: saved beside, if given.
-            with_network: whether the network is saved, too. Without it, `from_pretrained` needs it.
+            folder: the folder, created if it is missing. Existing files with these names are replaced.
+            tokenizer: a tokenizer to save in the same folder.
+            with_network: whether to save the network as well. Otherwise pass it to `from_pretrained`.
 
         Raises:
             OptionError: the network has no `save_pretrained` of its own.
@@ -119,7 +119,7 @@ class BayesianModel(nn.Module):
 
         Args:
             folder: a local folder; `huggingface_hub.snapshot_download` brings one from a hub.
-            model: the network, with its adapters; made from the folder if left out.
+            model: the network, with its adapters; made from the folder by default.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the network is another one.
