@@ -38,7 +38,7 @@ from laplace.online.schedule import EveryFewBatches, refuse
 from laplace.posterior.task_prior import vector_of
 from laplace.priors.gaussian import GaussianPrior
 from laplace.structures.base import Sums
-from laplace.structures.functional.kernel import kernels
+from laplace.structures.functional.kernel import own_kernels
 from laplace.tuning.evidence import BOUND
 from laplace.weights.layout import Layout
 
@@ -120,7 +120,7 @@ def batch_bound(runs: BatchRuns, batch: Batch, n: int, generator: torch.Generato
             f"evidence='bound' of a batch with {rows:,} rows",
             "Take smaller batches, curvature='sketch' (one vector per example), or evidence='running'.",
         )
-        blocks = kernels(lambda: [uses], uses[0].shape[1], drawn)
+        blocks = own_kernels(uses, drawn, spec.budget.chunk)
         batches = n / forward.positions.n
         data = spec.likelihood.sums(forward.outputs, targets)
     runs.done(engine)
