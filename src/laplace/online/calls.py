@@ -2,7 +2,8 @@
 
 Each epoch takes steps down the negative log joint, - (1/T) log p(D given theta) - log p(theta), at the current prior
 and noise. Every few epochs a Laplace approximation is fitted at the current weights, and prior and noise move towards
-the optimum of its evidence (Immer et al. 2021, the paper's algorithm "Online Laplace").
+the optimum of its evidence (Immer et al. 2021, the paper's algorithm "Online Laplace"). Or they move at every few
+batches, by running averages of the same sums (running.py) or by a lower bound of the evidence (bound.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from laplace.errors import InputError, OptionError, UnsupportedError, warn
 from laplace.inference.shared import divided, require_same_values
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
-from laplace.online.training import Schedule, Training, TrainingData
+from laplace.online.bound import Bound
+from laplace.online.running import Running
+from laplace.online.schedule import Epochs, Schedule
+from laplace.online.training import Training, TrainingData
 from laplace.priors import Prior
 from laplace.priors.gaussian import GaussianPrior
 from laplace.spec import TrainingOptions, refuse_unknown_keywords
@@ -31,6 +35,8 @@ from laplace.weights import Subset
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+SCHEDULES: dict[str, type[Schedule]] = {each.name: each for each in (Epochs, Running, Bound)}
 
 
 @refuse_unknown_keywords
@@ -61,6 +67,7 @@ def marglik_training(
     *,
     subset_of_weights: Subset | str | Sequence[str] | Callable[[str, nn.Parameter], bool] = "all",
     curvature: Estimator | str | None = None,
+    evidence: str = "epochs",
     prior: Prior | None = None,
     keep_best: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -76,8 +83,8 @@ def marglik_training(
 
     Args:
         model: The network. All weights that require grad are trained.
-        train_loader: Batches, as `Laplace.fit` takes them. Read once per epoch, and once more whenever the evidence is
-            computed.
+        train_loader: Batches, as `Laplace.fit` takes them. Read once per epoch, and once more whenever a posterior is
+            fitted.
         likelihood: A likelihood object or name, as in `Laplace`.
         hessian_structure: The structure of the posterior, as in `Laplace`.
         backend: A backend class of laplace-torch; it selects the matching curvature.
@@ -87,12 +94,12 @@ def marglik_training(
         scheduler_cls: Makes a scheduler, which takes a step after each batch.
         scheduler_kwargs: Options of the scheduler.
         n_epochs: How many times training runs over the data.
-        lr_hyp: Limits how far prior and noise move at a time; see above.
+        lr_hyp: Limits how far prior and noise move at a time; see above. With `evidence='bound'` it is Adam's step.
         prior_structure: 'scalar', 'layerwise' or 'diag': one prior precision for all weights, per parameter tensor, or
             per weight.
         n_epochs_burnin: How many epochs train before the evidence is first used.
         n_hypersteps: How many Newton steps are taken at most each time; see above.
-        marglik_frequency: How many epochs lie between two uses of the evidence.
+        marglik_frequency: How many epochs lie between two uses of the evidence. Batches, unless `evidence='epochs'`.
         prior_prec_init: The prior precision to start with.
         sigma_noise_init: The noise to start with, for regression.
         temperature: The temperature of the likelihood, as in `Laplace`.
@@ -103,6 +110,11 @@ def marglik_training(
         dict_key_y: The key of the labels in batches that are mappings, as in `Laplace`.
         subset_of_weights: Which weights have a prior and a posterior.
         curvature: The curvature, as in `Laplace`.
+        evidence: Which evidence tunes prior and noise. 'epochs': that of a posterior fitted to all data, after whole
+            epochs. 'running': that of the same sums, averaged over the batches of about the last epoch; at rest it has
+            the same optimum. 'bound': a lower bound of the evidence of `hessian_structure='full'`, estimated from one
+            batch without bias, whatever the structure. It is tighter for larger batches, and exact for all data in one.
+            `curvature='sketch'` makes it cheaper and looser: it sends back one vector per example.
         prior: A prior of `laplace.priors`, or the one from earlier tasks, `earlier.as_prior()`. Training starts from
             its values, so `prior_prec_init` must be left out.
         keep_best: Whether to end with the weights of the highest evidence instead of the last ones.
@@ -116,8 +128,9 @@ def marglik_training(
             `prior_mean`, `class_dim` and `memory_budget`.
 
     Returns:
-        The posterior at the trained weights, the network, the log evidences (one for each time it was computed; larger
-            is better), and the loss of each epoch (the negative log joint per example).
+        The posterior at the trained weights, the network, the log evidences (one for each time it was computed, or one
+            per epoch if that is at every few batches; larger is better), and the loss of each epoch (the negative log
+            joint per example).
 
     Raises:
         OptionError: an option is unknown, or a value is out of range.
@@ -143,13 +156,19 @@ def marglik_training(
     keep_best, fix_sigma_noise = flag(keep_best, "keep_best"), flag(fix_sigma_noise, "fix_sigma_noise")
     progress_bar = flag_or_none(progress_bar, "progress_bar")
     checkpoint = None if checkpoint is None else path_of(checkpoint, "checkpoint")
-    schedule = Schedule(
-        _checked_prior_structure(prior_structure, la),
+    make = SCHEDULES[choice(evidence, SCHEDULES, "evidence")]
+    groups = _checked_prior_structure(prior_structure, la)
+    make.require(la, groups)
+    n_hypersteps, lr_hyp = whole_number(n_hypersteps, "n_hypersteps"), one_positive(lr_hyp, "lr_hyp")
+    schedule = make(
+        la,
+        groups,
         not fix_sigma_noise and la.likelihood.has_noise,
-        whole_number(n_hypersteps, "n_hypersteps"),
-        one_positive(lr_hyp, "lr_hyp") * n_hypersteps,
+        n_hypersteps,
+        lr_hyp * n_hypersteps if make is Epochs else lr_hyp,
         whole_number(marglik_frequency, "marglik_frequency"),
         whole_number(n_epochs_burnin, "n_epochs_burnin", 0),
+        generator_or_none(generator),
     )
     if isinstance(train_loader, Iterator):
         raise InputError(
@@ -165,10 +184,11 @@ def marglik_training(
     if group is OWN:
         la.runner.notice_processes(training=True)
     _check_makers(optimizer_cls, optimizer_kwargs, scheduler_cls, scheduler_kwargs)
-    if not any(map(schedule.is_due, range(1, whole_number(n_epochs, "n_epochs") + 1))):
-        warn(
-            f"the evidence is never computed: {n_epochs} epochs with n_epochs_burnin={schedule.burnin} and "
-            f"marglik_frequency={schedule.frequency}. Prior and noise stay where they start."
+    n_epochs = whole_number(n_epochs, "n_epochs")
+    if reduce.size > 1 and make is not Epochs:
+        raise UnsupportedError(
+            f"evidence={evidence!r} reads the batches of one process; group= has {reduce.size}. Take evidence='epochs', "
+            "whose evidence is that of all data on all processes."
         )
     optimizer = optimizer_cls((p for p in model.parameters() if p.requires_grad), **_without_decay(optimizer_kwargs))
     scheduler = scheduler_cls(optimizer, **dict(scheduler_kwargs or {})) if scheduler_cls is not None else None
@@ -179,14 +199,19 @@ def marglik_training(
             train_loader = divided(train_loader, reduce, la.runner).loader
             require_same_values(la.model, None, reduce)
         data = TrainingData(train_loader, la, reduce)
+        if not schedule.is_ever_due(n_epochs, data.batches):
+            warn(
+                f"the evidence is never computed: {n_epochs} epochs with n_epochs_burnin={schedule.burnin} and "
+                f"marglik_frequency={schedule.frequency}. Prior and noise stay where they start."
+            )
         compared = _comparable(optimizer_kwargs, "optimizer") | _comparable(scheduler_kwargs, "scheduler")
         compared |= {"prior_prec_init": _listed(prior_prec_init), "fix_sigma_noise": bool(fix_sigma_noise)}
         compared |= {"sigma_noise_init": _listed(sigma_noise_init)}
         network = la.model if la.runner.wrapped is None else model
-        parts = (schedule, generator_or_none(generator), compared, network, reduce, group)
+        parts = (schedule, schedule.generator, compared, network, reduce, group)
         training = Training(la, data, optimizer, scheduler, *parts)
         try:
-            training.run(whole_number(n_epochs, "n_epochs"), checkpoint, progress_bar, keep_best)
+            training.run(n_epochs, checkpoint, progress_bar, keep_best)
         finally:
             model.train(was_training)
         training.fit()

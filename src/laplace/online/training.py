@@ -1,4 +1,4 @@
-"""Train a network by epochs, and move prior and noise between them. The state can be saved and restored."""
+"""Train a network while a schedule moves prior and noise. The state can be saved and restored."""
 
 from __future__ import annotations
 
@@ -19,45 +19,15 @@ from laplace.inference.targets import checked, labelled_rows
 from laplace.laplace import Laplace
 from laplace.network.batches import Batch, Inputs, device_of
 from laplace.network.progress import bar
+from laplace.online.schedule import Schedule
 from laplace.posterior.schema import require_alike
 from laplace.posterior.task_prior import vector_of
 from laplace.predictive.positions import Positions
 from laplace.priors import Prior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.tuning.evidence import climb
-from laplace.tuning.space import Space
 from laplace.weights.layout import Layout
 
 _DIVERGED = "Has training diverged? Take a smaller learning rate, as in optimizer_kwargs={'lr': 1e-3}."
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Says how and when the hyperparameters move."""
-
-    groups: str
-    noise: bool
-    max_steps: int
-    reach: float  # the longest step of a logarithm
-    frequency: int
-    burnin: int
-
-    def is_due(self, epoch: int) -> bool:
-        """Return whether they move after this epoch, counted from 1."""
-        return epoch > self.burnin and epoch % self.frequency == 0
-
-    def move(self, la: Laplace) -> float:
-        """Move towards the optimum of the evidence, and return the log evidence there."""
-        with torch.no_grad():
-            posterior = la.posterior.detached()
-            prior = posterior.prior
-            gaussian = isinstance(prior, GaussianPrior)
-            names = () if gaussian else prior.tuned
-            space = Space(posterior, self.groups if gaussian or names else None, self.noise, names=names)
-            if space.kinds:
-                found = climb(space, space.start(prior.precision if gaussian else 1.0), self.max_steps, self.reach)
-                la.prior, la.sigma_noise = found.prior, found.sigma
-            return float(la.posterior.log_evidence)
 
 
 class TrainingData:
@@ -66,6 +36,7 @@ class TrainingData:
     def __init__(self, loader: Iterable[Any], la: Laplace, reduce: Reduce = alone) -> None:
         self.loader, self.la = loader, la
         self.spare: Batch | None = None  # what a rank runs while others have more batches
+        self.batches = 0  # in one epoch of this rank
         self.n = sum(reduce.agree(self._count))
 
     def _count(self) -> int:
@@ -74,6 +45,7 @@ class TrainingData:
             if self.spare is None:
                 self.spare = replace(batch, inputs=batch.inputs.copied())
             n += len(batch.y)
+            self.batches += 1
         if self.spare is None:
             raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
         return n
@@ -125,13 +97,13 @@ class Training:
                     files.set_random_state(state["random"], generators)
                 except Exception as error:  # a file that was made by hand
                     raise files.damaged(checkpoint, f"its random state cannot be set ({error!r})") from error
-                self._restore(state)
+                self._restore(state, layout)
         with bar(progress_bar, total=n_epochs, initial=len(self.losses), unit="epoch") as progress:
             while len(self.losses) < n_epochs:
                 self.losses.append(self._epoch(layout))
-                if self.schedule.is_due(len(self.losses)):
-                    self.fit()
-                    self.margliks.append(self.schedule.move(self.la))
+                evidence = self.schedule.after_epoch(len(self.losses), self.fit)
+                if evidence is not None:
+                    self.margliks.append(evidence)
                     if keep_best and self.margliks[-1] == max(self.margliks):
                         self.best = copy.deepcopy(self._where())
                 if checkpoint is not None and self.reduce.rank == 0:
@@ -154,11 +126,11 @@ class Training:
     def _epoch(self, layout: Layout) -> float:
         """Run one epoch, and return the negative log joint per example, averaged over its batches."""
         la, total = self.la, 0.0
-        prior, sigma = la.prior.detached(), la.noise_level.detach()
-        # Divide by the scale of the loss, so that a learning rate means the same for every noise and temperature.
-        unit = la.likelihood.curvature_scale("ggn", sigma) / la.temperature
+        prior, sigma, unit = self._terms()
         self.network.train()
         for batch, n, everywhere in self._steps():
+            if self._moved(batch):
+                prior, sigma, unit = self._terms()
             self.optimizer.zero_grad()
             with torch.inference_mode(False), torch.enable_grad():
                 loss = self._together(batch, sigma)
@@ -171,6 +143,23 @@ class Training:
                 self.scheduler.step()
             total += float(loss.detach() + penalty.detach()) * n
         return sum(self.reduce.agree(lambda: total)) / self.data.n
+
+    def _terms(self) -> tuple[Prior, Tensor, Tensor]:
+        """Return prior and noise, and the scale of the loss.
+
+        The loss is divided by it, so that a learning rate means the same for every noise and temperature.
+        """
+        prior, sigma = self.la.prior.detached(), self.la.noise_level.detach()
+        return prior, sigma, self.la.likelihood.curvature_scale("ggn", sigma) / self.la.temperature
+
+    def _moved(self, batch: Batch) -> bool:
+        """Let the schedule move prior and noise before this batch. Return whether it did."""
+        epoch = len(self.losses) + 1
+        try:
+            with within(f"epoch {epoch}"):
+                return self.schedule.before_batch(batch, epoch, self.data.n)
+        except NumericalError as error:
+            raise NumericalError(f"{error} {_DIVERGED}") from error
 
     def _steps(self) -> Iterator[tuple[Batch, int, int]]:
         """Yield batches, with their size and that on all ranks. A rank without more runs a spare one that counts 0."""
@@ -253,10 +242,12 @@ class Training:
     def _state(self) -> dict[str, Any]:
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         found = {"margliks": self.margliks, "losses": self.losses, "best": self.best}
+        found["schedule"] = self.schedule.state()
         return {**self._where(), "optimizer": self.optimizer.state_dict(), "scheduler": scheduler, **found}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: Mapping[str, Any], layout: Layout) -> None:
         self._go_to(state)
+        self.schedule.restore(state.get("schedule", {}), layout)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -275,6 +266,7 @@ class Training:
                 if not isinstance(state[key], list) or not all(isinstance(v, float) for v in state[key]):
                     raise InputError(f"{key} are not a list of numbers")
             self._try(state["optimizer"], state["scheduler"])
+            copy.copy(self.schedule).restore(state.get("schedule", {}), layout)
         except Exception as error:  # a file that was made by hand
             raise files.damaged(path, error if isinstance(error, LaplaceError) else repr(error)) from error
 
@@ -304,6 +296,7 @@ class Training:
             "examples": self.data.n,
             "optimizer_cls": type(self.optimizer).__name__,
             "scheduler_cls": None if self.scheduler is None else type(self.scheduler).__name__,
+            "evidence": schedule.name,
             "prior_structure": schedule.groups,
             "marglik_frequency": schedule.frequency,
             "n_epochs_burnin": schedule.burnin,

@@ -5,12 +5,13 @@ Only tiles on and below the diagonal are computed; the others are their transpos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from laplace.backprop.uses import Use
+from laplace.linalg.symmetric import gram
 from laplace.structures.functional.structure import Gradients
 
 Tile = tuple[slice, slice, list[Use], list[Use]]
@@ -27,6 +28,25 @@ def kernels(gradients: Gradients, points: int, independent: bool) -> list[Tensor
         for block, one, two in zip(blocks, left, right, strict=True):
             term = one.double().cross_each(two.double()) if independent else cross(one, two)
             block[:, rows, columns], block[:, columns, rows] = term, term.mT
+    return blocks
+
+
+def own_kernels(uses: Sequence[Use], independent: bool, limit: int) -> list[Tensor]:
+    """Return the same for the gradients of a single batch.
+
+    Those at many positions are contracted once, in their own dtype, if they fit in `limit` bytes. Products are in
+    float64, so that the kernel is positive semi-definite.
+    """
+    blocks = []
+    for use in uses:
+        k, n, p = use.shape
+        if use.positions > 1 and k * n * p * (use.g.element_size() + 8) <= limit:
+            g = torch.cat([use.contracted(part) for part in use.parts()], 1).double()  # (K, N, p)
+            rows = g if independent else g.transpose(0, 1).flatten(0, 1).unsqueeze(0)
+            blocks.append(torch.stack([gram(each.T) for each in rows]))
+        else:
+            use = use.double()
+            blocks.append(use.cross_each(use) if independent else cross(use, use).unsqueeze(0))
     return blocks
 
 
