@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -12,11 +13,12 @@ from laplace.checks import generator_or_none
 from laplace.curvature import CURVATURES, Estimator
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import Shard
-from laplace.errors import InputError, within
+from laplace.errors import InputError, UnsupportedError, within
 from laplace.inference import shared
 from laplace.inference.accumulate import Accumulator, Progress
 from laplace.inference.accumulate_points import SubsetAccumulator
 from laplace.inference.coverage import coverage_of
+from laplace.inference.rereading import Rereading
 from laplace.inference.runner import Runner, dims_of
 from laplace.network.batches import Batch
 from laplace.network.watching import unregistered_in, watch_again
@@ -63,6 +65,11 @@ def fit(
         shard = Shard(loader) if reduce.size == 1 else shared.divided(loader, reduce, runner)
         loader = shard.loader
         runner.require_rereading(loader, before)
+        if runner.spec.structure.rereads and reduce.size > 1:
+            raise UnsupportedError(
+                f"hessian_structure={runner.spec.structure.name!r} reads all data again for every answer, and does so "
+                "in one process. Fit with group=None on all data, or take hessian_structure='kron' or 'ekfac'."
+            )
         runner.next_tokens = None if before is None else runner.next_tokens
         watch_again(runner.model)
 
@@ -100,6 +107,8 @@ def fit(
         unread = stream if own is None else chain([own], stream)
         sums.run(unread, None if isinstance(loader, Iterator) else read)
         found = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
+        if spec.structure.rereads:
+            found = replace(found, training=Rereading.of(runner, loader, found, estimator))
         if note := coverage_of(found, engine.plan).other_forms(spec.structure.name):
             runner.warn_once("coverage", note)
         if isinstance(spec.weights, All) and (others := unregistered_in(runner.model)):

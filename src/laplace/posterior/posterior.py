@@ -32,6 +32,7 @@ from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from laplace.structures.functional.points import Points
+    from laplace.structures.matrix_free_gaussian import TrainingData
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Fit:
     n_outputs: int
     linear: bool = True  # whether the outputs are linear in the uncertain weights, as in a last layer
     points: Points | None = None  # training points, if predictions need them
+    training: TrainingData | None = None  # all training data, by reference, if the posterior reads it again
 
     @property
     def curvature(self) -> Curvature:
@@ -61,7 +63,8 @@ class Fit:
 
     def _factorise(self) -> Curvature:
         with plain(), torch.no_grad():
-            return self.structure.curvature(self.sums, self.layout, self.mean.dtype)
+            curvature = self.structure.curvature(self.sums, self.layout, self.mean.dtype)
+        return self.structure.attach_data(curvature, self.training)
 
     def factorise_together(self, reduce: Reduce) -> None:
         """Factorise H now, with its eigendecompositions dealt out over the ranks: later, one rank may ask alone."""

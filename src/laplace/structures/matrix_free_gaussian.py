@@ -1,0 +1,401 @@
+"""Compute with N(0, A^-1), A = s H + D, where H is known by its products with vectors alone.
+
+Output covariances J A^-1 J^T are solved for: with X the solutions for the rows of J and R their residuals,
+
+    J X^T + X J^T - X A X^T = J X^T + X R^T
+
+is off by R A^-1 R^T, so that the relative error of a variance is about the square of the residual.
+
+A draw is the solution for b = D^1/2 e + s^1/2 sum_n J_n^T L_n e_n with standard normal e and e_n, and Lambda = L L^T:
+the covariance of b is A, and that of A^-1 b is A^-1 (sample-then-optimise; Antoran et al., 2022; Lin et al., 2023).
+
+The log-determinant is that of the preconditioner P, which is exact, plus tr log(P^-1 A), estimated by stochastic Lanczos
+quadrature with probes of covariance P. The same run gives the traces tr(Sigma_gg): with y = P^-1 w and x = A^-1 w for a
+probe w, E[x y^T] = A^-1 and E[y y^T] = P^-1, so that tr(P^-1_gg), which is known, plus the mean of (x - y)_g . y_g has
+little variance.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from laplace.backprop.gradients import Jacobian
+from laplace.budget import Budget
+from laplace.errors import UnsupportedError, warn
+from laplace.linalg.conjugate_gradients import Probed, Solved, probe, solve
+from laplace.linalg.sampling import normals, seed_from
+from laplace.linalg.symmetric import Clipped
+from laplace.structures.blockdiag import BlockCurvature, BlockDiagonalGaussian
+from laplace.structures.gaussian import Curvature, Gaussian, Traces
+from laplace.weights.layout import Layout
+
+_HELD: Final = 10  # blocks of a solve that are in memory at a time
+_ALL_VARIANCES: Final = 8192  # most weights whose variances are solved for, one by one
+
+
+class TrainingData(Protocol):
+    """Multiplies vectors by the curvature H of the training data. Each call reads the data once."""
+
+    def products(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
+        """Return H times each vector."""
+        ...
+
+    def noise(self, n: int, seed: int) -> Tensor:  # (n, P)
+        """Return draws of N(0, H): the gradients of random vectors with the covariance Lambda, summed over the data."""
+        ...
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Holds the options of the solves."""
+
+    residual: float
+    most_iterations: int
+    probes: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Solves:
+    """Reports what the answers of hessian_structure='matrix_free' took, and how exact they are.
+
+    Attributes:
+        wanted: the residual that was asked for, relative to the right-hand side.
+        residual: the largest residual of the last answer. Measured by the preconditioner, as the iteration does.
+        iterations: how many blocks of vectors the last answer multiplied by the curvature.
+        products: how many vectors the last answer multiplied.
+        all_products: how many vectors all answers since the fit have multiplied.
+        evidence_error: the standard error of the last log evidence. None before the first, 0 if it is exact.
+    """
+
+    wanted: float
+    residual: float | None = None
+    iterations: int = 0
+    products: int = 0
+    all_products: int = 0
+    evidence_error: float | None = None
+
+    def __repr__(self) -> str:
+        rows = [("wanted", f"residuals of {self.wanted:.1e}")]
+        if self.residual is not None:
+            rows.append(("reached", f"{self.residual:.1e} in the last answer"))
+            rows.append(("products", f"{self.products:,} vectors in {self.iterations} blocks"))
+        rows.append(("in all", f"{self.all_products:,} vectors since the fit"))
+        if self.evidence_error is not None:
+            rows.append(("evidence", f"standard error {self.evidence_error:.3g}"))
+        return "Solves(\n" + "".join(f"  {key:<10}{value}\n" for key, value in rows) + ")"
+
+
+class MatrixFreeCurvature(Curvature):
+    """Holds the preconditioner's curvature, and the data that H is read from."""
+
+    def __init__(
+        self, inner: Curvature, layout: Layout, dtype: torch.dtype, solver: Solver, budget: Budget
+    ) -> None:
+        assert isinstance(inner, BlockCurvature)
+        self.inner, self.layout, self.dtype, self.solver, self.budget = inner, layout, dtype, solver, budget
+        self.solves = Solves(solver.residual)
+        self._data: TrainingData | None = None
+
+    def reading(self, data: TrainingData | None) -> MatrixFreeCurvature:
+        """Return the same curvature with its training data."""
+        other = copy.copy(self)
+        other._data = data
+        return other
+
+    @property
+    def data(self) -> TrainingData:
+        """Return the training data. Refuse if it is not there."""
+        if self._data is None:
+            raise UnsupportedError(
+                "hessian_structure='matrix_free' reads the training data again for every answer, and this posterior "
+                "does not have it: it came from a file, a state, a pickle or a copy, which hold no data. Write "
+                "la.attach_data(train_loader), or Laplace.load(..., data=train_loader)."
+            )
+        return self._data
+
+    @property
+    def clipped(self) -> Clipped:
+        return self.inner.clipped
+
+    def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> MatrixFreeGaussian:
+        return MatrixFreeGaussian(self, scale, precision)
+
+    def times(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
+        """Return H times each vector."""
+        return self.data.products(vectors).to(vectors)
+
+    def matrix(self) -> Tensor:
+        h = self.times(torch.eye(self.layout.n_params, dtype=self.dtype))
+        return (h + h.T) / 2
+
+    def note(self, found: Solved | Probed) -> None:
+        """Take down what a solve took. Warn if it did not reach its residual."""
+        worst, before = float(found.sizes.max()), self.solves
+        counts = {"iterations": found.iterations, "products": found.products}
+        everything = before.all_products + found.products
+        self.solves = replace(before, residual=worst, all_products=everything, **counts)
+        if worst > self.solver.residual:
+            warn(
+                f"conjugate gradients stopped at a residual of {worst:.1e} after {found.iterations} blocks of products; "
+                f"{self.solver.residual:.1e} was asked for. Variances are too small by a share of up to about "
+                f"{min(1.0, worst**2):.1e}. Give MatrixFree(...) a larger most_iterations=, a residual= that this "
+                "dtype can reach, or a better preconditioner=; or raise the prior precision."
+            )
+
+
+class MatrixFreeGaussian(Gaussian):
+    """Is N(0, (s H + D)^-1), known by solves."""
+
+    def __init__(self, curvature: MatrixFreeCurvature, scale: Tensor, precision: Sequence[Tensor]) -> None:
+        self.curvature, self.layout, self.given = curvature, curvature.layout, (scale, list(precision))
+        self.scale_, self.deltas = scale.detach(), [d.detach().reshape(()) for d in precision]
+        sizes = zip(self.deltas, self.layout.sizes, strict=True)
+        self.d = torch.cat([d.expand(size) for d, size in sizes]).to(curvature.dtype)  # (P,)
+
+    @cached_property
+    def inner(self) -> BlockDiagonalGaussian:
+        """Return the Gaussian of the preconditioner, with the same scale and prior."""
+        with torch.no_grad():
+            pairs = zip(self.curvature.inner.blocks, self.deltas, strict=True)
+            blocks = [block.gaussian(self.scale_, d) for block, d in pairs]
+        return BlockDiagonalGaussian(blocks, self.layout, self.curvature.budget)
+
+    # ---- products and solves ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def times(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
+        """Return the precision times each vector."""
+        return self.scale_.to(vectors) * self.curvature.times(vectors) + self.d.to(vectors) * vectors
+
+    @torch.no_grad()
+    def solved(self, rows: Tensor) -> tuple[Tensor, Tensor]:  # (S, P) -> (S, P), (S, P)
+        """Return the covariance times each row, and the residuals. Solves for as many rows at a time as fit."""
+        solver, found = self.curvature.solver, []
+        for part in rows.to(self.curvature.dtype).split(self._together):
+            found.append(
+                solve(self.times, self.inner.covariance_times, part, solver.residual, solver.most_iterations)
+            )
+        self.curvature.note(_joined(found))
+        return torch.cat([one.x for one in found]), torch.cat([one.left for one in found])
+
+    @property
+    def _together(self) -> int:
+        """Return for how many right-hand sides to solve at a time."""
+        return self.curvature.budget.count(_HELD * self.d.element_size() * len(self.d))
+
+    # ---- weights ------------------------------------------------------------------------------------------------------
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        rows = vector.reshape(-1, vector.shape[-1])
+        return (rows * self.times(rows)).sum(-1).reshape(vector.shape[:-1])
+
+    def precision_matrix(self) -> Tensor:
+        a = self.times(self._units)
+        return (a + a.T) / 2
+
+    def covariance_matrix(self) -> Tensor:
+        x, left = self.solved(self._units)
+        sigma = x + x @ left.T
+        return (sigma + sigma.T) / 2
+
+    def marginal_variances(self) -> Tensor:
+        if len(self.d) > _ALL_VARIANCES:
+            raise UnsupportedError(
+                f"the variance of each of {len(self.d):,} weights takes a solve each with hessian_structure="
+                f"'matrix_free', which does that for up to {_ALL_VARIANCES:,}. Take la.sample(n).var(0), or "
+                "hessian_structure='kron' or 'diag'."
+            )
+        parts = []
+        for units in self._units.split(self._together):
+            x, left = self.solved(units)
+            parts.append((units * x).sum(-1) + (x * left).sum(-1))
+        return torch.cat(parts)
+
+    @property
+    def _units(self) -> Tensor:
+        return torch.eye(len(self.d), dtype=self.d.dtype, device=self.d.device)
+
+    @torch.no_grad()
+    def color(self, eps: Tensor) -> Tensor:
+        """Return C B^-1/2 eps with P^-1 = C C^T and B = C^T A C, by Lanczos' method: linear in eps."""
+        parts = []
+        for part in eps.split(self._together):
+            parts.append(self._probed_with(part, with_roots=True).roots)
+        return torch.cat([part for part in parts if part is not None])
+
+    @torch.no_grad()
+    def drawn(self, n: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+        parts = []
+        for start in range(0, n, self._together):
+            count = min(self._together, n - start)
+            noise = self.curvature.data.noise(count, seed_from(generator, 2**62)).to(self.d)
+            eps = normals(count, len(self.d), like, generator)
+            parts.append(self.solved(self.d.sqrt() * eps + self.scale_.sqrt().to(noise) * noise)[0])
+        return torch.cat(parts)
+
+    # ---- outputs ------------------------------------------------------------------------------------------------------
+
+    def variance(self, jacobian: Jacobian) -> Tensor:
+        parts = []
+        for j, x, left in self._rows(jacobian):
+            explained = (x * (j.detach() - left)).sum(-1)
+            parts.append(2 * (j * x).sum(-1) - explained)  # differentiable in j: x is the same to first order
+        return torch.cat(parts)
+
+    def covariance(self, jacobian: Jacobian) -> Tensor:
+        return torch.cat([_covariance(*found) for found in self._rows(jacobian)])
+
+    def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
+        parts, start = [], 0
+        for j in self._written(jacobian):
+            own = v[start : start + len(j)].to(j)
+            start += len(j)
+            x, _ = self.solved(torch.einsum("ncp,nc->np", j.detach(), own))
+            parts.append(torch.einsum("ncp,np->nc", j, x))
+        return torch.cat(parts)
+
+    def joint(self, jacobian: Jacobian) -> Tensor:
+        j = torch.cat([*self._written(jacobian)])
+        rows = j.flatten(0, 1)
+        self.curvature.budget.require(
+            3 * rows.nbytes,
+            rows.device,
+            f"solving for {len(rows):,} outputs together with hessian_structure='matrix_free'",
+            "Take fewer inputs or outputs at a time.",
+        )
+        x, left = self.solved(rows.detach())
+        return _covariance(rows, x, left).reshape(*j.shape[:2], *j.shape[:2])
+
+    def dense_variance(self, jacobians: Tensor) -> Tensor:
+        rows = jacobians.reshape(-1, jacobians.shape[-1])
+        x, left = (t.reshape(jacobians.shape) for t in self.solved(rows.detach()))
+        return _covariance(jacobians.to(x), x, left)
+
+    def _rows(self, jacobian: Jacobian) -> Sequence[tuple[Tensor, Tensor, Tensor]]:
+        """Return J, the solutions for its rows and their residuals, (n, C, P) each, some examples at a time."""
+        for j in self._written(jacobian):
+            x, left = self.solved(j.detach().flatten(0, 1))
+            yield j, x.reshape(j.shape), left.reshape(j.shape)
+
+    def _written(self, jacobian: Jacobian) -> Sequence[Tensor]:
+        """Yield J, (n, C, P), for as many examples at a time as are solved for together."""
+        n = jacobian.examples
+        first = jacobian.written(slice(0, 1)).to(self.d.dtype)
+        step = max(1, self._together // max(1, first.shape[1]))
+        for start in range(0, n, step):
+            yield jacobian.written(slice(start, min(start + step, n))).to(self.d.dtype)
+
+    # ---- evidence -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _estimates(self) -> _Estimates:
+        solver, found = self.curvature.solver, []
+        exact = solver.probes >= len(self.d)
+        if exact:
+            z = self._units * len(self.d) ** 0.5
+        else:
+            generator = torch.Generator().manual_seed(solver.seed)
+            z = 2 * torch.randint(2, (solver.probes, len(self.d)), generator=generator).to(self.d) - 1
+        with torch.no_grad():
+            for part in z.split(self._together):
+                found.append((self.inner.color(part), self._probed_with(part)))
+            return _Estimates.of(found, self.inner, self.layout, exact)
+
+    def _probed_with(self, z: Tensor, with_roots: bool = False) -> Probed:
+        """Run conjugate gradients for the right-hand sides C^-T z."""
+        inner, solver = self.inner, self.curvature.solver
+        b = inner.precision_times(inner.color(z))
+        limits = solver.residual, solver.most_iterations
+        some = (b != 0).any(1)  # zero vectors have no direction to begin with
+        found = probe(self.times, inner.covariance_times, torch.where(some.unsqueeze(1), b, 1.0), *limits, with_roots)
+        if found.roots is not None and not some.all():
+            found = replace(found, roots=found.roots * some.unsqueeze(1))
+        self.curvature.note(found)
+        return found
+
+    @property
+    def logdet_error(self) -> float:
+        return self._estimates.error
+
+    def logdet(self) -> Tensor:
+        """Return the log-determinant, with the gradient in s and D that the traces give."""
+        found, (scale, precision) = self._estimates, self.given
+        self.curvature.solves = replace(self.curvature.solves, evidence_error=0.5 * found.error)
+        value = self.inner.logdet().detach() + found.log_ratio
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (scale, *precision)):
+            return value
+        deltas = torch.stack(self.deltas).double()
+        slope = (len(self.d) - (deltas * found.t).sum()) / self.scale_.double()  # tr(Sigma H), since tr(Sigma A) = P
+        moves = [(d.reshape(()).double() - d.detach().reshape(()).double()) * t for d, t in zip(precision, found.t, strict=True)]
+        return value + (scale.double() - scale.detach().double()) * slope + torch.stack(moves).sum()
+
+    def traces(self, groups: str) -> Traces:
+        found = self._estimates
+        if found.sigma is None:
+            if groups == "diag":
+                raise UnsupportedError(
+                    "hessian_structure='matrix_free' estimates traces of tensors, not of single weights. Take "
+                    "prior_structure='layerwise' or 'scalar'."
+                )
+            return (found.t, found.m) if groups == "layerwise" else (found.t.sum(0, True), found.m.sum(0, True))
+        sizes = {"scalar": [len(self.d)], "layerwise": self.layout.sizes, "diag": [1] * len(self.d)}[groups]
+        rows = [part.split(sizes, 1) for part in found.sigma.split(sizes)]
+        m = torch.stack([torch.stack([block.square().sum() for block in row]) for row in rows])
+        t = torch.stack([part.sum() for part in found.sigma.diagonal().split(sizes)])
+        return t, m
+
+
+@dataclass(frozen=True)
+class _Estimates:
+    """What the probes say about the determinant and the covariance."""
+
+    log_ratio: Tensor  # (), log det A - log det P
+    error: float  # its standard error
+    t: Tensor  # (B,), tr(Sigma_bb) of each tensor
+    m: Tensor  # (B,), |Sigma_bb|^2, to first order in what the preconditioner lacks
+    sigma: Tensor | None  # (P, P), if all unit vectors were probed
+
+    @classmethod
+    def of(
+        cls, found: Sequence[tuple[Tensor, Probed]], inner: BlockDiagonalGaussian, layout: Layout, exact: bool
+    ) -> _Estimates:
+        logs = torch.cat([probed.quadrature(torch.log) for _, probed in found])
+        t0, m0 = inner.traces("layerwise")
+        t, m, sigma = torch.zeros_like(t0), torch.zeros_like(m0), None
+        for y, probed in found:
+            lacking = probed.x - y
+            t += _by_tensor(lacking * y, layout)
+            m += 2 * _by_tensor(lacking * inner.covariance_times(y), layout)
+            if exact:
+                part = probed.x.double().T @ y.double() / len(logs)
+                sigma = part if sigma is None else sigma + part
+        t, m = t0 + t / len(logs), m0 + m / len(logs)
+        sizes = torch.tensor(layout.sizes, dtype=t.dtype, device=t.device)
+        error = 0.0 if exact else float(logs.std()) / len(logs) ** 0.5
+        return cls(logs.mean(), error, t, torch.maximum(m, t.square() / sizes), sigma)
+
+
+def _by_tensor(rows: Tensor, layout: Layout) -> Tensor:  # (S, P) -> (B,), float64
+    return torch.stack([part.sum(dtype=torch.float64) for part in layout.split(rows)])
+
+
+def _covariance(j: Tensor, x: Tensor, left: Tensor) -> Tensor:  # (..., M, P) each -> (..., M, M)
+    """Return J X^T + X J^T - X A X^T with A X^T = (J - R)^T, differentiable in j."""
+    half = j @ x.mT
+    total = half + half.mT - x @ (j.detach() - left).mT
+    return (total + total.mT) / 2
+
+
+def _joined(found: Sequence[Solved]) -> Solved:
+    """Return several solves as one, for the report."""
+    sizes = torch.cat([one.sizes for one in found])
+    iterations, products = (sum(getattr(one, key) for one in found) for key in ("iterations", "products"))
+    return Solved(found[0].x, found[0].left, sizes, iterations, products)
