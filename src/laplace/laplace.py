@@ -233,6 +233,7 @@ class Laplace:
     is_fitted = reads(holding.is_fitted)
     training_data = reads(holding.training_data)
     posterior = reads(holding.posterior)
+    attach_data = holding.attach_data
     log_marginal_likelihood = holding.log_marginal_likelihood
     marglik = log_marginal_likelihood
     """The paper's name of `log_marginal_likelihood`."""
@@ -335,6 +336,7 @@ class Laplace:
     loss = reads(inspection.loss)
     H = reads(inspection.H)
     spectrum = reads(inspection.spectrum)
+    solves = reads(inspection.solves)
     clipped = reads(inspection.clipped)
     log_likelihood = reads(inspection.log_likelihood)
     log_prior = reads(inspection.log_prior)

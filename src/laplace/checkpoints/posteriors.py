@@ -45,6 +45,8 @@ class Loadable(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
 
+    def attach_data(self, train_loader: Any) -> None: ...
+
 
 Kind = TypeVar("Kind", bound=Loadable)
 
@@ -114,7 +116,8 @@ def load(
         subset_of_weights: one of your own, if it was fitted with one.
         curvature: one of your own, if it was fitted with one.
         names: {old: new} where parameters or modules have other names now.
-        data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted.
+        data: for a 'gp' that was saved without its data: the batches, in the order in which it was fitted. For
+            'matrix_free', the training data, which it reads again for every answer.
 
     Raises:
         CheckpointError: a file that is damaged or foreign, or a network or data that differ; it says in what.
@@ -145,6 +148,8 @@ def load(
         if VECTORS in state and INPUTS not in state:
             state[INPUTS] = _inputs(la.runner, state, data, path)
         la.load_state_dict(state)
+        if data is not None and la.runner.spec.structure.rereads:
+            la.attach_data(data)
         return la
     except LaplaceError:
         raise
@@ -195,10 +200,11 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
     if given is None:
         if isinstance(told, Mapping):
             raise _missing(path, "structure", told[_YOURS], "hessian_structure=")
-        return told
+        return _with_own_options(told, options)
     if not isinstance(given, Structure):
         raise OptionError(f"hessian_structure={shown(given)} must be the structure itself, as in MyStructure().")
     if not isinstance(told, Mapping):  # a structure of ours: its name and options are in the file
+        told = _with_own_options(told, options)
         kinds = {key: options[key] for key in STRUCTURE_OPTIONS if key in options}
         made = structure_named(told, {**STRUCTURE_OPTIONS, **kinds})
         if type(given) is type(made) and given.described == made.described:
@@ -209,6 +215,14 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
             f"{str(path)!r} has the structure {told[_YOURS]!r}; hessian_structure= is {given.described!r}."
         )
     return given
+
+
+def _with_own_options(name: str, options: dict[str, Any]) -> Structure | str:
+    """Return a structure some of whose options are no keywords of `Laplace`. They are taken out of `options`."""
+    made = STRUCTURES.get(name)
+    if made is None or STRUCTURE_OPTIONS.keys() >= set(made.options):
+        return name
+    return made(**{key: options.pop(key) for key in made.options})
 
 
 def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:

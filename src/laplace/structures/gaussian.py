@@ -40,6 +40,11 @@ class Gaussian(ABC):
         return self.color(normals(n, len(like), like, generator))
 
     @property
+    def logdet_known(self) -> bool:
+        """Return whether `logdet` takes no time worth mentioning, so that summaries may show it."""
+        return True
+
+    @property
     def logdet_error(self) -> float:
         """Return the standard error of `logdet`, where it is estimated. 0 where it is computed."""
         return 0.0

@@ -1,6 +1,6 @@
 """Answer from the exact posterior over all weights without ever forming its matrix.
 
-The fit keeps only the factors of a preconditioner (`kron`, `ekfac` or `diag`). Every later answer reads the training
+The fit keeps only a preconditioner: the leading eigenpairs of H, or the factors of `kron`, `ekfac` or `diag`. Every later answer reads the training
 data again, and multiplies blocks of vectors by the curvature H. The algebra is in `matrix_free_gaussian.py`.
 """
 
@@ -20,6 +20,7 @@ from laplace.structures.diag import Diag, DiagBlock
 from laplace.structures.ekfac import Ekfac
 from laplace.structures.gaussian import Curvature
 from laplace.structures.kron import Kron
+from laplace.structures.leading import Leading
 from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature, Solver, TrainingData
 from laplace.weights.layout import Layout
 
@@ -33,9 +34,12 @@ class MatrixFree(Structure):
         residual: how small the residuals of a solve have to be, relative to the right-hand side. The relative error of
             a variance is about its square.
         most_iterations: how many blocks of products a solve may take. A residual that is not reached is warned of.
-        preconditioner: which factors to keep of the fit: 'kron', 'ekfac', 'diag', or 'none' (the prior alone).
+        preconditioner: what to keep of the fit, so that solves take fewer iterations: 'lowrank' (the leading eigenpairs
+            of all weights together), 'kron', 'ekfac', 'diag', or 'none' (the prior alone).
         probes: how many random vectors estimate the log-determinant and the traces of the evidence. With as many as
             there are weights, all unit vectors are taken, and the evidence is exact.
+        rank: of 'lowrank', how many vectors the fit multiplies by the curvature, and the most pairs that it keeps. None
+            means 100.
         seed: the seed for the probes, and for the draws of curvature 'sketch' and 'mc'.
 
     Raises:
@@ -43,7 +47,7 @@ class MatrixFree(Structure):
     """
 
     name = "matrix_free"
-    options = ("residual", "most_iterations", "preconditioner", "probes", "seed")
+    options = ("residual", "most_iterations", "preconditioner", "rank", "probes", "seed")
     passes = 2
     exact_hessian = False
     rereads = True
@@ -53,7 +57,8 @@ class MatrixFree(Structure):
         self,
         residual: float = 1e-3,
         most_iterations: int = 200,
-        preconditioner: str = "kron",
+        preconditioner: str = "lowrank",
+        rank: int | None = None,
         probes: int = 16,
         seed: int = 0,
     ) -> None:
@@ -62,15 +67,24 @@ class MatrixFree(Structure):
         self.residual = float(residual)
         self.most_iterations = whole_number(most_iterations, "most_iterations", 2)
         self.preconditioner = choice(preconditioner, PRECONDITIONERS, "preconditioner")
+        if rank is not None and preconditioner != "lowrank":
+            raise OptionError(f"rank={shown(rank)} belongs to preconditioner='lowrank'; {preconditioner!r} has no rank.")
+        self.rank = None if rank is None else whole_number(rank, "rank")
         self.probes = whole_number(probes, "probes", 2)
         self.seed = whole_number(seed, "seed", 0, LARGEST)
+        self._stored: Structure | None = None
         self.forms = self.stored.forms
         self.scattered = self.stored.scattered
 
     @property
     def stored(self) -> Structure:
-        structure = PRECONDITIONERS[self.preconditioner]()
+        if self._stored is not None and self._stored.budget is self.budget:
+            return self._stored
+        structure = Leading() if self.rank is None else Leading(self.rank)
+        if self.preconditioner != "lowrank":
+            structure = PRECONDITIONERS[self.preconditioner]()
         structure.budget = self.budget
+        self._stored = structure
         return structure
 
     @property
@@ -87,7 +101,8 @@ class MatrixFree(Structure):
         return self.stored.further(sums, layout, dtype)
 
     def form(self, own: Sums, whole: Sums) -> str:
-        return "no matrix" if not own else f"no matrix; solved with {self.stored.form(own, whole)}"
+        kept = own or whole
+        return f"no matrix; {self.stored.form(own, whole)}" if kept else "no matrix"
 
     def notes(self, sums: Sums) -> Iterator[str]:
         return self.stored.notes(sums)
@@ -125,4 +140,10 @@ class PriorAlone(BlockDiagonal):
         return DiagBlock(torch.zeros(shape, dtype=eigh.dtype).flatten(), shape)
 
 
-PRECONDITIONERS: Final[dict[str, type[Structure]]] = {"kron": Kron, "ekfac": Ekfac, "diag": Diag, "none": PriorAlone}
+PRECONDITIONERS: Final[dict[str, type[Structure]]] = {
+    "lowrank": Leading,
+    "kron": Kron,
+    "ekfac": Ekfac,
+    "diag": Diag,
+    "none": PriorAlone,
+}

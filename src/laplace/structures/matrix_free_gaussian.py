@@ -18,7 +18,7 @@ little variance.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Protocol
@@ -31,9 +31,11 @@ from laplace.budget import Budget
 from laplace.errors import UnsupportedError, warn
 from laplace.linalg.conjugate_gradients import Probed, Solved, probe, solve
 from laplace.linalg.sampling import normals, seed_from
-from laplace.linalg.symmetric import Clipped
+from laplace.linalg.symmetric import Clipped, total
 from laplace.structures.blockdiag import BlockCurvature, BlockDiagonalGaussian
 from laplace.structures.gaussian import Curvature, Gaussian, Traces
+from laplace.structures.leading import LowRankPreconditioner
+from laplace.structures.lowrank_gaussian import LowRankCurvature
 from laplace.weights.layout import Layout
 
 _HELD: Final = 10  # blocks of a solve that are in memory at a time
@@ -99,7 +101,7 @@ class MatrixFreeCurvature(Curvature):
     def __init__(
         self, inner: Curvature, layout: Layout, dtype: torch.dtype, solver: Solver, budget: Budget
     ) -> None:
-        assert isinstance(inner, BlockCurvature)
+        assert isinstance(inner, (BlockCurvature, LowRankCurvature))
         self.inner, self.layout, self.dtype, self.solver, self.budget = inner, layout, dtype, solver, budget
         self.solves = Solves(solver.residual)
         self._data: TrainingData | None = None
@@ -161,11 +163,13 @@ class MatrixFreeGaussian(Gaussian):
         self.d = torch.cat([d.expand(size) for d, size in sizes]).to(curvature.dtype)  # (P,)
 
     @cached_property
-    def inner(self) -> BlockDiagonalGaussian:
+    def inner(self) -> BlockDiagonalGaussian | LowRankPreconditioner:
         """Return the Gaussian of the preconditioner, with the same scale and prior."""
+        inner = self.curvature.inner
         with torch.no_grad():
-            pairs = zip(self.curvature.inner.blocks, self.deltas, strict=True)
-            blocks = [block.gaussian(self.scale_, d) for block, d in pairs]
+            if isinstance(inner, LowRankCurvature):
+                return LowRankPreconditioner(inner, self.scale_, self.deltas)
+            blocks = [block.gaussian(self.scale_, d) for block, d in zip(inner.blocks, self.deltas, strict=True)]
         return BlockDiagonalGaussian(blocks, self.layout, self.curvature.budget)
 
     # ---- products and solves ----------------------------------------------------------------------------------------
@@ -246,12 +250,12 @@ class MatrixFreeGaussian(Gaussian):
     def variance(self, jacobian: Jacobian) -> Tensor:
         parts = []
         for j, x, left in self._rows(jacobian):
-            explained = (x * (j.detach() - left)).sum(-1)
-            parts.append(2 * (j * x).sum(-1) - explained)  # differentiable in j: x is the same to first order
+            explained = self._between(lambda a, b: (a * b).sum(-1), x, j.detach() - left)
+            parts.append(2 * (j * x).sum(-1) - explained)
         return torch.cat(parts)
 
     def covariance(self, jacobian: Jacobian) -> Tensor:
-        return torch.cat([_covariance(*found) for found in self._rows(jacobian)])
+        return torch.cat([self._covariance(*found) for found in self._rows(jacobian)])
 
     def product(self, jacobian: Jacobian, v: Tensor) -> Tensor:
         parts, start = [], 0
@@ -272,20 +276,36 @@ class MatrixFreeGaussian(Gaussian):
             "Take fewer inputs or outputs at a time.",
         )
         x, left = self.solved(rows.detach())
-        return _covariance(rows, x, left).reshape(*j.shape[:2], *j.shape[:2])
+        return self._covariance(rows, x, left).reshape(*j.shape[:2], *j.shape[:2])
 
     def dense_variance(self, jacobians: Tensor) -> Tensor:
         rows = jacobians.reshape(-1, jacobians.shape[-1])
         x, left = (t.reshape(jacobians.shape) for t in self.solved(rows.detach()))
-        return _covariance(jacobians.to(x), x, left)
+        return self._covariance(jacobians.to(x), x, left)
 
-    def _rows(self, jacobian: Jacobian) -> Sequence[tuple[Tensor, Tensor, Tensor]]:
-        """Return J, the solutions for its rows and their residuals, (n, C, P) each, some examples at a time."""
+    def _covariance(self, j: Tensor, x: Tensor, left: Tensor) -> Tensor:  # (..., M, P) each -> (..., M, M)
+        """Return J X^T + X J^T - X A X^T. X may count as constant: what it moves by changes this in second order."""
+        half = j @ x.mT
+        found = half + half.mT - self._between(lambda a, b: a @ b.mT, x, j.detach() - left)
+        return (found + found.mT) / 2
+
+    def _between(self, inner: Callable[[Tensor, Tensor], Tensor], x: Tensor, ax: Tensor) -> Tensor:
+        """Return X A X^T from A X^T, differentiable in s and D."""
+        value, (scale, precision) = inner(x, ax), self.given
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (scale, *precision)):
+            return value
+        parts = [inner(part, part) for part in self.layout.split(x)]
+        of_data = (value - total(d.to(x) * part for d, part in zip(self.deltas, parts, strict=True))) / self.scale_
+        moved = (d.reshape(()).to(x) * part for d, part in zip(precision, parts, strict=True))
+        return scale.to(x) * of_data + total(moved)
+
+    def _rows(self, jacobian: Jacobian) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield J, the solutions for its rows and their residuals, (n, C, P) each, some examples at a time."""
         for j in self._written(jacobian):
             x, left = self.solved(j.detach().flatten(0, 1))
             yield j, x.reshape(j.shape), left.reshape(j.shape)
 
-    def _written(self, jacobian: Jacobian) -> Sequence[Tensor]:
+    def _written(self, jacobian: Jacobian) -> Iterator[Tensor]:
         """Yield J, (n, C, P), for as many examples at a time as are solved for together."""
         n = jacobian.examples
         first = jacobian.written(slice(0, 1)).to(self.d.dtype)
@@ -322,6 +342,10 @@ class MatrixFreeGaussian(Gaussian):
         return found
 
     @property
+    def logdet_known(self) -> bool:
+        return "_estimates" in self.__dict__
+
+    @property
     def logdet_error(self) -> float:
         return self._estimates.error
 
@@ -345,7 +369,7 @@ class MatrixFreeGaussian(Gaussian):
                     "hessian_structure='matrix_free' estimates traces of tensors, not of single weights. Take "
                     "prior_structure='layerwise' or 'scalar'."
                 )
-            return (found.t, found.m) if groups == "layerwise" else (found.t.sum(0, True), found.m.sum(0, True))
+            return (found.t, found.m) if groups == "layerwise" else (found.t.sum(0, True), found.m.sum().reshape(1))
         sizes = {"scalar": [len(self.d)], "layerwise": self.layout.sizes, "diag": [1] * len(self.d)}[groups]
         rows = [part.split(sizes, 1) for part in found.sigma.split(sizes)]
         m = torch.stack([torch.stack([block.square().sum() for block in row]) for row in rows])
@@ -360,16 +384,20 @@ class _Estimates:
     log_ratio: Tensor  # (), log det A - log det P
     error: float  # its standard error
     t: Tensor  # (B,), tr(Sigma_bb) of each tensor
-    m: Tensor  # (B,), |Sigma_bb|^2, to first order in what the preconditioner lacks
+    m: Tensor  # (B,) or (B, B), |Sigma_bc|^2, to first order in what the preconditioner lacks
     sigma: Tensor | None  # (P, P), if all unit vectors were probed
 
     @classmethod
     def of(
-        cls, found: Sequence[tuple[Tensor, Probed]], inner: BlockDiagonalGaussian, layout: Layout, exact: bool
+        cls,
+        found: Sequence[tuple[Tensor, Probed]],
+        inner: BlockDiagonalGaussian | LowRankPreconditioner,
+        layout: Layout,
+        exact: bool,
     ) -> _Estimates:
         logs = torch.cat([probed.quadrature(torch.log) for _, probed in found])
         t0, m0 = inner.traces("layerwise")
-        t, m, sigma = torch.zeros_like(t0), torch.zeros_like(m0), None
+        t, m, sigma = torch.zeros_like(t0), torch.zeros_like(t0), None
         for y, probed in found:
             lacking = probed.x - y
             t += _by_tensor(lacking * y, layout)
@@ -377,21 +405,17 @@ class _Estimates:
             if exact:
                 part = probed.x.double().T @ y.double() / len(logs)
                 sigma = part if sigma is None else sigma + part
-        t, m = t0 + t / len(logs), m0 + m / len(logs)
+        t = t0 + t / len(logs)
         sizes = torch.tensor(layout.sizes, dtype=t.dtype, device=t.device)
+        own = (m0 if m0.dim() == 1 else m0.diagonal()) + m / len(logs)
+        own = torch.maximum(own, t.square() / sizes)  # which it cannot be below
         error = 0.0 if exact else float(logs.std()) / len(logs) ** 0.5
-        return cls(logs.mean(), error, t, torch.maximum(m, t.square() / sizes), sigma)
+        squares = own if m0.dim() == 1 else m0 - m0.diagonal().diag() + own.diag()
+        return cls(logs.mean(), error, t, squares, sigma)
 
 
 def _by_tensor(rows: Tensor, layout: Layout) -> Tensor:  # (S, P) -> (B,), float64
     return torch.stack([part.sum(dtype=torch.float64) for part in layout.split(rows)])
-
-
-def _covariance(j: Tensor, x: Tensor, left: Tensor) -> Tensor:  # (..., M, P) each -> (..., M, M)
-    """Return J X^T + X J^T - X A X^T with A X^T = (J - R)^T, differentiable in j."""
-    half = j @ x.mT
-    total = half + half.mT - x @ (j.detach() - left).mT
-    return (total + total.mT) / 2
 
 
 def _joined(found: Sequence[Solved]) -> Solved:
