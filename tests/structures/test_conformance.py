@@ -116,7 +116,7 @@ class TestReducedEkfac(Conformance):
 
 
 @pytest.mark.slow
-class TestMatrix_free(Conformance):  # noqa: N801 - in place of the one from the registry, whose evidence is estimated
+class TestMatrix_free(Conformance):  # in place of the one from the registry, whose evidence is estimated
     """With a probe for every weight and small residuals, it answers as the matrix itself would."""
 
     of, made, kinds = "matrix_free", MatrixFree(residual=1e-12, probes=100), ("ggn", "ef", "mc")

@@ -28,7 +28,9 @@ def by_tangents(forward: NetworkForward, curvature: OutputCurvature, vectors: Te
     Raises whatever torch raises where an operation has no forward derivative.
     """
     tensors = _tensors(forward)
-    return torch.stack([_back(forward, tensors, curvature.times(_moved(forward, tensors, u)[None])[0]) for u in vectors])
+    return torch.stack(
+        [_back(forward, tensors, curvature.times(_moved(forward, tensors, u)[None])[0]) for u in vectors]
+    )
 
 
 def may_use_tangents(forward: Forward, curvature: OutputCurvature) -> bool:
@@ -77,8 +79,6 @@ def _back(forward: NetworkForward, tensors: list[Tensor], v: Tensor) -> Tensor: 
 
 def _gradient(forward: NetworkForward, tensors: list[Tensor], v: Tensor) -> Tensor:  # own shape -> (P,)
     """Return the gradient of <v, f>, from the graph of the run."""
-    found = torch.autograd.grad(
-        forward.f, tensors, v.to(forward.f.dtype), retain_graph=True, allow_unused=True
-    )
+    found = torch.autograd.grad(forward.f, tensors, v.to(forward.f.dtype), retain_graph=True, allow_unused=True)
     pairs = zip(found, tensors, strict=True)
     return forward.network.weights.layout.join([torch.zeros_like(t) if g is None else g for g, t in pairs])

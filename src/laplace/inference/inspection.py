@@ -17,7 +17,8 @@ from laplace.linalg.autocast import plain, plainly
 from laplace.linalg.symmetric import Clipped
 from laplace.structures import Curvature, Gaussian
 from laplace.structures.lowrank import Spectrum
-from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature, Solves
+from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature
+from laplace.structures.solves import Solves
 from laplace.weights.layout import Layout
 
 

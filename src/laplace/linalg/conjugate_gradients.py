@@ -120,9 +120,7 @@ class Probed:
         return self.first * (self.weights * f(self.nodes)).sum(-1)
 
 
-def probe(
-    times: Map, precondition: Map, b: Tensor, tolerance: float, most: int, with_roots: bool = False
-) -> Probed:
+def probe(times: Map, precondition: Map, b: Tensor, tolerance: float, most: int, with_roots: bool = False) -> Probed:
     """Solve for each row of b in its own Krylov space, and keep the coefficients.
 
     Args:

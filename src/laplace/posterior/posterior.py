@@ -32,7 +32,7 @@ from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from laplace.structures.functional.points import Points
-    from laplace.structures.matrix_free_gaussian import TrainingData
+    from laplace.structures.solves import TrainingData
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from laplace.structures.inf import Inf
 from laplace.structures.kron import Kron
 from laplace.structures.lowrank import LowRank
 from laplace.structures.matrix_free import MatrixFree
-from laplace.structures.matrix_free_gaussian import Solves
+from laplace.structures.solves import Solves
 from laplace.weights.layout import Layout as Layout
 
 STRUCTURES: Final[dict[str, type[Structure]]] = {

@@ -32,7 +32,7 @@ from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from laplace.structures.lowrank import Spectrum
-    from laplace.structures.matrix_free_gaussian import TrainingData
+    from laplace.structures.solves import TrainingData
 
 Sums = dict[str, Tensor]
 Contribution = dict[str, Tensor | GramRows | float]

@@ -1,7 +1,8 @@
 """Answer from the exact posterior over all weights without ever forming its matrix.
 
-The fit keeps only a preconditioner: the leading eigenpairs of H, or the factors of `kron`, `ekfac` or `diag`. Every later answer reads the training
-data again, and multiplies blocks of vectors by the curvature H. The algebra is in `matrix_free_gaussian.py`.
+The fit keeps only a preconditioner: the leading eigenpairs of H, or the factors of `kron`, `ekfac` or `diag`. Every
+later answer reads the training data again, and multiplies blocks of vectors by the curvature H. The algebra is in
+`matrix_free_gaussian.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from laplace.structures.ekfac import Ekfac
 from laplace.structures.gaussian import Curvature
 from laplace.structures.kron import Kron
 from laplace.structures.leading import Leading
-from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature, Solver, TrainingData
+from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature
+from laplace.structures.solves import Solver, TrainingData
 from laplace.weights.layout import Layout
 
 _VECTORS: Final = 8  # of all weights each, for every right-hand side of a solve
@@ -68,7 +70,9 @@ class MatrixFree(Structure):
         self.most_iterations = whole_number(most_iterations, "most_iterations", 2)
         self.preconditioner = choice(preconditioner, PRECONDITIONERS, "preconditioner")
         if rank is not None and preconditioner != "lowrank":
-            raise OptionError(f"rank={shown(rank)} belongs to preconditioner='lowrank'; {preconditioner!r} has no rank.")
+            raise OptionError(
+                f"rank={shown(rank)} belongs to preconditioner='lowrank'; {preconditioner!r} has no rank."
+            )
         self.rank = None if rank is None else whole_number(rank, "rank")
         self.probes = whole_number(probes, "probes", 2)
         self.seed = whole_number(seed, "seed", 0, LARGEST)

@@ -9,19 +9,17 @@ is off by R A^-1 R^T, so that the relative error of a variance is about the squa
 A draw is the solution for b = D^1/2 e + s^1/2 sum_n J_n^T L_n e_n with standard normal e and e_n, and Lambda = L L^T:
 the covariance of b is A, and that of A^-1 b is A^-1 (sample-then-optimise; Antoran et al., 2022; Lin et al., 2023).
 
-The log-determinant is that of the preconditioner P, which is exact, plus tr log(P^-1 A), estimated by stochastic Lanczos
-quadrature with probes of covariance P. The same run gives the traces tr(Sigma_gg): with y = P^-1 w and x = A^-1 w for a
-probe w, E[x y^T] = A^-1 and E[y y^T] = P^-1, so that tr(P^-1_gg), which is known, plus the mean of (x - y)_g . y_g has
-little variance.
+The log-determinant is that of the preconditioner P, which is exact, plus tr log(P^-1 A), estimated by stochastic
+Lanczos quadrature. The same run gives the traces of the covariance (`estimates.py`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -33,74 +31,21 @@ from laplace.linalg.conjugate_gradients import Probed, Solved, probe, solve
 from laplace.linalg.sampling import normals, seed_from
 from laplace.linalg.symmetric import Clipped, total
 from laplace.structures.blockdiag import BlockCurvature, BlockDiagonalGaussian
+from laplace.structures.estimates import Estimates
 from laplace.structures.gaussian import Curvature, Gaussian, Traces
 from laplace.structures.leading import LowRankPreconditioner
 from laplace.structures.lowrank_gaussian import LowRankCurvature
+from laplace.structures.solves import Solver, Solves, TrainingData
 from laplace.weights.layout import Layout
 
 _HELD: Final = 10  # blocks of a solve that are in memory at a time
 _ALL_VARIANCES: Final = 8192  # most weights whose variances are solved for, one by one
 
 
-class TrainingData(Protocol):
-    """Multiplies vectors by the curvature H of the training data. Each call reads the data once."""
-
-    def products(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
-        """Return H times each vector."""
-        ...
-
-    def noise(self, n: int, seed: int) -> Tensor:  # (n, P)
-        """Return draws of N(0, H): the gradients of random vectors with the covariance Lambda, summed over the data."""
-        ...
-
-
-@dataclass(frozen=True)
-class Solver:
-    """Holds the options of the solves."""
-
-    residual: float
-    most_iterations: int
-    probes: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Solves:
-    """Reports what the answers of hessian_structure='matrix_free' took, and how exact they are.
-
-    Attributes:
-        wanted: the residual that was asked for, relative to the right-hand side.
-        residual: the largest residual of the last answer. Measured by the preconditioner, as the iteration does.
-        iterations: how many blocks of vectors the last answer multiplied by the curvature.
-        products: how many vectors the last answer multiplied.
-        all_products: how many vectors all answers since the fit have multiplied.
-        evidence_error: the standard error of the last log evidence. None before the first, 0 if it is exact.
-    """
-
-    wanted: float
-    residual: float | None = None
-    iterations: int = 0
-    products: int = 0
-    all_products: int = 0
-    evidence_error: float | None = None
-
-    def __repr__(self) -> str:
-        rows = [("wanted", f"residuals of {self.wanted:.1e}")]
-        if self.residual is not None:
-            rows.append(("reached", f"{self.residual:.1e} in the last answer"))
-            rows.append(("products", f"{self.products:,} vectors in {self.iterations} blocks"))
-        rows.append(("in all", f"{self.all_products:,} vectors since the fit"))
-        if self.evidence_error is not None:
-            rows.append(("evidence", f"standard error {self.evidence_error:.3g}"))
-        return "Solves(\n" + "".join(f"  {key:<10}{value}\n" for key, value in rows) + ")"
-
-
 class MatrixFreeCurvature(Curvature):
     """Holds the preconditioner's curvature, and the data that H is read from."""
 
-    def __init__(
-        self, inner: Curvature, layout: Layout, dtype: torch.dtype, solver: Solver, budget: Budget
-    ) -> None:
+    def __init__(self, inner: Curvature, layout: Layout, dtype: torch.dtype, solver: Solver, budget: Budget) -> None:
         assert isinstance(inner, (BlockCurvature, LowRankCurvature))
         self.inner, self.layout, self.dtype, self.solver, self.budget = inner, layout, dtype, solver, budget
         self.solves = Solves(solver.residual)
@@ -147,9 +92,9 @@ class MatrixFreeCurvature(Curvature):
         if worst > self.solver.residual:
             warn(
                 f"conjugate gradients stopped at a residual of {worst:.1e} after {found.iterations} blocks of products; "
-                f"{self.solver.residual:.1e} was asked for. Variances are too small by a share of up to about "
-                f"{min(1.0, worst**2):.1e}. Give MatrixFree(...) a larger most_iterations=, a residual= that this "
-                "dtype can reach, or a better preconditioner=; or raise the prior precision."
+                f"MatrixFree(residual={self.solver.residual:.1e}) was asked for. Variances are too small by a share of "
+                f"up to about {min(1.0, worst**2):.1e}. Give a larger most_iterations=, a residual= that this dtype "
+                "can reach, or a larger rank=; or raise the prior precision."
             )
 
 
@@ -172,7 +117,7 @@ class MatrixFreeGaussian(Gaussian):
             blocks = [block.gaussian(self.scale_, d) for block, d in zip(inner.blocks, self.deltas, strict=True)]
         return BlockDiagonalGaussian(blocks, self.layout, self.curvature.budget)
 
-    # ---- products and solves ----------------------------------------------------------------------------------------
+    # ---- products and solves -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def times(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
@@ -184,9 +129,7 @@ class MatrixFreeGaussian(Gaussian):
         """Return the covariance times each row, and the residuals. Solves for as many rows at a time as fit."""
         solver, found = self.curvature.solver, []
         for part in rows.to(self.curvature.dtype).split(self._together):
-            found.append(
-                solve(self.times, self.inner.covariance_times, part, solver.residual, solver.most_iterations)
-            )
+            found.append(solve(self.times, self.inner.covariance_times, part, solver.residual, solver.most_iterations))
         self.curvature.note(_joined(found))
         return torch.cat([one.x for one in found]), torch.cat([one.left for one in found])
 
@@ -195,7 +138,7 @@ class MatrixFreeGaussian(Gaussian):
         """Return for how many right-hand sides to solve at a time."""
         return self.curvature.budget.count(_HELD * self.d.element_size() * len(self.d))
 
-    # ---- weights ------------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
     def quadratic(self, vector: Tensor) -> Tensor:
         rows = vector.reshape(-1, vector.shape[-1])
@@ -245,7 +188,7 @@ class MatrixFreeGaussian(Gaussian):
             parts.append(self.solved(self.d.sqrt() * eps + self.scale_.sqrt().to(noise) * noise)[0])
         return torch.cat(parts)
 
-    # ---- outputs ------------------------------------------------------------------------------------------------------
+    # ---- outputs -----------------------------------------------------------------------------------------------------
 
     def variance(self, jacobian: Jacobian) -> Tensor:
         parts = []
@@ -313,10 +256,10 @@ class MatrixFreeGaussian(Gaussian):
         for start in range(0, n, step):
             yield jacobian.written(slice(start, min(start + step, n))).to(self.d.dtype)
 
-    # ---- evidence -----------------------------------------------------------------------------------------------------
+    # ---- evidence ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _estimates(self) -> _Estimates:
+    def _estimates(self) -> Estimates:
         solver, found = self.curvature.solver, []
         exact = solver.probes >= len(self.d)
         if exact:
@@ -327,7 +270,7 @@ class MatrixFreeGaussian(Gaussian):
         with torch.no_grad():
             for part in z.split(self._together):
                 found.append((self.inner.color(part), self._probed_with(part)))
-            return _Estimates.of(found, self.inner, self.layout, exact)
+            return Estimates.of(found, self.inner, self.layout, exact)
 
     def _probed_with(self, z: Tensor, with_roots: bool = False) -> Probed:
         """Run conjugate gradients for the right-hand sides C^-T z."""
@@ -358,64 +301,14 @@ class MatrixFreeGaussian(Gaussian):
             return value
         deltas = torch.stack(self.deltas).double()
         slope = (len(self.d) - (deltas * found.t).sum()) / self.scale_.double()  # tr(Sigma H), since tr(Sigma A) = P
-        moves = [(d.reshape(()).double() - d.detach().reshape(()).double()) * t for d, t in zip(precision, found.t, strict=True)]
+        moves = [
+            (d.reshape(()).double() - d.detach().reshape(()).double()) * t
+            for d, t in zip(precision, found.t, strict=True)
+        ]
         return value + (scale.double() - scale.detach().double()) * slope + torch.stack(moves).sum()
 
     def traces(self, groups: str) -> Traces:
-        found = self._estimates
-        if found.sigma is None:
-            if groups == "diag":
-                raise UnsupportedError(
-                    "hessian_structure='matrix_free' estimates traces of tensors, not of single weights. Take "
-                    "prior_structure='layerwise' or 'scalar'."
-                )
-            return (found.t, found.m) if groups == "layerwise" else (found.t.sum(0, True), found.m.sum().reshape(1))
-        sizes = {"scalar": [len(self.d)], "layerwise": self.layout.sizes, "diag": [1] * len(self.d)}[groups]
-        rows = [part.split(sizes, 1) for part in found.sigma.split(sizes)]
-        m = torch.stack([torch.stack([block.square().sum() for block in row]) for row in rows])
-        t = torch.stack([part.sum() for part in found.sigma.diagonal().split(sizes)])
-        return t, m
-
-
-@dataclass(frozen=True)
-class _Estimates:
-    """What the probes say about the determinant and the covariance."""
-
-    log_ratio: Tensor  # (), log det A - log det P
-    error: float  # its standard error
-    t: Tensor  # (B,), tr(Sigma_bb) of each tensor
-    m: Tensor  # (B,) or (B, B), |Sigma_bc|^2, to first order in what the preconditioner lacks
-    sigma: Tensor | None  # (P, P), if all unit vectors were probed
-
-    @classmethod
-    def of(
-        cls,
-        found: Sequence[tuple[Tensor, Probed]],
-        inner: BlockDiagonalGaussian | LowRankPreconditioner,
-        layout: Layout,
-        exact: bool,
-    ) -> _Estimates:
-        logs = torch.cat([probed.quadrature(torch.log) for _, probed in found])
-        t0, m0 = inner.traces("layerwise")
-        t, m, sigma = torch.zeros_like(t0), torch.zeros_like(t0), None
-        for y, probed in found:
-            lacking = probed.x - y
-            t += _by_tensor(lacking * y, layout)
-            m += 2 * _by_tensor(lacking * inner.covariance_times(y), layout)
-            if exact:
-                part = probed.x.double().T @ y.double() / len(logs)
-                sigma = part if sigma is None else sigma + part
-        t = t0 + t / len(logs)
-        sizes = torch.tensor(layout.sizes, dtype=t.dtype, device=t.device)
-        own = (m0 if m0.dim() == 1 else m0.diagonal()) + m / len(logs)
-        own = torch.maximum(own, t.square() / sizes)  # which it cannot be below
-        error = 0.0 if exact else float(logs.std()) / len(logs) ** 0.5
-        squares = own if m0.dim() == 1 else m0 - m0.diagonal().diag() + own.diag()
-        return cls(logs.mean(), error, t, squares, sigma)
-
-
-def _by_tensor(rows: Tensor, layout: Layout) -> Tensor:  # (S, P) -> (B,), float64
-    return torch.stack([part.sum(dtype=torch.float64) for part in layout.split(rows)])
+        return self._estimates.traces(groups, self.layout)
 
 
 def _joined(found: Sequence[Solved]) -> Solved:

@@ -17,8 +17,8 @@ has a prior that is not given by precisions; there the same Newton iteration tak
 earlier tasks, whose curvature is part of the prior, log Z need not be concave: steps go uphill all the same, and the
 noise's second derivatives are bounds of theirs.
 
-Where the log-determinant is estimated (`matrix_free`), the traces are estimates from the same probes. Neither is exactly
-the derivative of the other, so that differences far below the standard error decide nothing, and end the ascent.
+Where the log-determinant is estimated (`matrix_free`), the traces are estimates from the same probes, but not exactly
+its derivatives. So differences far below the standard error decide nothing, and end the ascent.
 """
 
 from __future__ import annotations
