@@ -122,7 +122,7 @@ def test_the_preconditioner_saves_products_and_variance():
 def test_draws_have_the_covariance_of_the_dense_posterior():
     reference, _, names = dense("mlp", "regression")
     delta = deltas_of("layerwise", len(names))
-    la, new = fit("mlp", "regression", MatrixFree(residual=1e-6), prior_precision=delta, sigma_noise=0.7)
+    la, _ = fit("mlp", "regression", MatrixFree(residual=1e-6), prior_precision=delta, sigma_noise=0.7)
     draws = la.sample(N_DRAWS, generator=torch.Generator().manual_seed(1)) - la.mean
     sigma = reference.covariance(reference.expand(delta), sigma=0.7)
     inside = torch.linalg.solve_triangular(torch.linalg.cholesky(sigma), draws.T, upper=False)  # standard normal
@@ -308,7 +308,7 @@ def test_a_file_holds_no_data_and_asks_for_it(tmp_path):
     loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
     assert loaded.structure == la.structure
     assert "evidence not computed yet" in repr(loaded)
-    with pytest.raises(UnsupportedError, match="la.attach_data\\(train_loader\\)"):
+    with pytest.raises(UnsupportedError, match=r"la\.attach_data\(train_loader\)"):
         loaded(x[:2])
     loaded.attach_data(batches)
     close(loaded(x[:2]), la(x[:2]), 1e-8)
@@ -322,10 +322,10 @@ def test_pickles_and_copies_hold_no_data():
     buffer = io.BytesIO()
     pickle.dump(la, buffer)
     buffer.seek(0)
-    for other in (pickle.load(buffer), copy.copy(la), copy.deepcopy(la)):
+    for other in (pickle.load(buffer), copy.copy(la), copy.deepcopy(la)):  # noqa: S301 - its own bytes
         with pytest.raises(UnsupportedError, match="does not have it"):
             other(new)
-        model, x, y = make("mlp", "classification")
+        _, x, y = make("mlp", "classification")
         other.attach_data(x, y)
         close(other(new), expected, 1e-8)
 
@@ -352,7 +352,7 @@ def test_gradients_flow_to_the_inputs():
 
 def test_an_iterator_is_refused():
     model, x, y = make("mlp", "classification")
-    with pytest.raises(InputError, match="can be read once. Give a DataLoader or a list of batches"):
+    with pytest.raises(InputError, match="can be read once"):
         Laplace(model, "classification", "all", "matrix_free").fit(iter(cut(x, y, 5)))
     la = Laplace(model, "classification", "all", "matrix_free").fit(cut(x, y, 5))
     with pytest.raises(InputError, match="can be read once"):
@@ -436,7 +436,7 @@ def test_variances_of_many_weights_are_refused():
     la = Laplace(model, "classification", "all", MatrixFree(rank=3)).fit(
         [(torch.randn(4, 90), torch.tensor([0, 1, 0, 1]))]
     )
-    with pytest.raises(UnsupportedError, match="Take la.sample\\(n\\).var\\(0\\)"):
+    with pytest.raises(UnsupportedError, match=r"Take la\.sample\(n\)\.var\(0\)"):
         _ = la.posterior_variance
 
 

@@ -39,6 +39,7 @@ from laplace.structures.solves import Solver, Solves, TrainingData
 from laplace.weights.layout import Layout
 
 _HELD: Final = 10  # blocks of a solve that are in memory at a time
+_BIAS: Final = 0.02  # in log det: quadratures that stop at a residual r are too large by about P r^2 / 2
 _ALL_VARIANCES: Final = 8192  # most weights whose variances are solved for, one by one
 
 
@@ -91,10 +92,10 @@ class MatrixFreeCurvature(Curvature):
         self.solves = replace(before, residual=worst, all_products=everything, **counts)
         if worst > self.solver.residual:
             warn(
-                f"conjugate gradients stopped at a residual of {worst:.1e} after {found.iterations} blocks of products; "
-                f"MatrixFree(residual={self.solver.residual:.1e}) was asked for. Variances are too small by a share of "
-                f"up to about {min(1.0, worst**2):.1e}. Give a larger most_iterations=, a residual= that this dtype "
-                "can reach, or a larger rank=; or raise the prior precision."
+                f"conjugate gradients stopped at a residual of {worst:.1e} after {found.iterations} blocks of "
+                f"products, and MatrixFree(residual={self.solver.residual:.1e}) was asked for. Variances are too small "
+                f"by a share of up to about {min(1.0, worst**2):.1e}. Give a larger most_iterations=, a residual= that "
+                "this dtype can reach, or a larger rank=; or raise the prior precision."
             )
 
 
@@ -276,7 +277,9 @@ class MatrixFreeGaussian(Gaussian):
         """Run conjugate gradients for the right-hand sides C^-T z."""
         inner, solver = self.inner, self.curvature.solver
         b = inner.precision_times(inner.color(z))
-        limits = solver.residual, solver.most_iterations
+        finest = 30 * torch.finfo(b.dtype).eps
+        enough = solver.residual if with_roots else min(solver.residual, max(finest, (_BIAS / len(self.d)) ** 0.5))
+        limits = enough, solver.most_iterations
         some = (b != 0).any(1)  # zero vectors have no direction to begin with
         found = probe(self.times, inner.covariance_times, torch.where(some.unsqueeze(1), b, 1.0), *limits, with_roots)
         if found.roots is not None and not some.all():
