@@ -88,7 +88,8 @@ class Laplace:
             (name, parameter) -> bool, or an object of `laplace.weights`.
         hessian_structure: what is kept of the curvature, by name or as an object of `laplace.structures`: 'full';
             'lowrank' (the largest eigenpairs of all weights together); a block per tensor: 'block', 'inf', 'ekfac',
-            'kron'; 'diag'; or 'gp', a posterior over functions from `n_subset` of the points.
+            'kron'; 'diag'; 'matrix_free' (the posterior of 'full' without its matrix, by solves over the training
+            data); or 'gp', a posterior over functions from `n_subset` of the points.
         curvature: 'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian', or an
             object of `laplace.curvature`. If left out, 'ggn', and 'sketch' where outputs at many positions make that
             too costly (with a warning).
@@ -111,10 +112,11 @@ class Laplace:
         damping: of 'kron': True splits the prior over the two factors as in the paper, 'balanced' splits it well.
         weight_sharing: of 'kron', 'ekfac' and 'inf', for weights used at many positions: 'expand' or 'reduce'.
         rank: of 'inf', eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to keep; of
-            'lowrank', eigenpairs of all weights together (20); of 'gp' with 'nystrom', directions (100).
+            'lowrank', eigenpairs of all weights together (20); of 'gp' with 'nystrom', directions (100); of
+            'matrix_free', leading directions as a preconditioner (100).
         tol: of 'lowrank', instead of `rank`: the eigenpairs above tol times the largest.
         n_subset: of 'gp', how many points are kept (None: all, up to 256).
-        seed: of 'gp', what the points are drawn by.
+        seed: of 'gp', what the points are drawn by; of 'matrix_free', what the probes are drawn by.
         independent_outputs: of 'gp' with 'sod', each output by itself.
         functional_approximation: of 'gp', 'sod' (the subset alone), 'nystrom' (all data in `rank` directions) or
             'variational' (all data given `n_subset` inducing points).

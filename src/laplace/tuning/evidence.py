@@ -229,8 +229,9 @@ def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose
         if gain < 0:  # no ascent direction in this precision: the gradient is one
             step, gain = gradient * free, float((gradient * free) @ gradient)
         step = step.clamp(-_LONGEST_STEP, _LONGEST_STEP)
-        done = gain < max(problem.tolerance * max(1.0, abs(float(value))), problem.slack)
-        if done and problem.slack:
+        least = problem.tolerance * max(1.0, abs(float(value)))
+        done = gain < max(least, problem.slack)
+        if done and problem.slack > least:
             return x, number  # where the evidence is estimated, a step this small costs more than it tells
         for _ in range(30):
             candidate = torch.where(fixed, x, (x + step).clamp(-BOUND, BOUND))
