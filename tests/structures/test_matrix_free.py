@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import oracle
 from laplace import Laplace
+from laplace.distributed import Reduce
 from laplace.errors import InputError, LaplaceWarning, OptionError, UnsupportedError
+from laplace.inference.fit import fit as sums_of
 from laplace.structures import MatrixFree
 from networks import cut, make
 from zoo import build
@@ -357,6 +359,25 @@ def test_an_iterator_is_refused():
     la = Laplace(model, "classification", "all", "matrix_free").fit(cut(x, y, 5))
     with pytest.raises(InputError, match="can be read once"):
         la.attach_data(iter(cut(x, y, 5)))
+
+
+def test_many_processes_are_refused():
+    class Two(Reduce):
+        size = 2
+
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification", "all", "matrix_free")
+    with pytest.raises(UnsupportedError, match="in one process"):
+        sums_of(la.runner, cut(x, y, 5), la.prior, reduce=Two())
+
+
+def test_the_users_random_numbers_are_left_alone():
+    la, new = fit("mlp", "classification", MatrixFree(), curvature="sketch")
+    state = torch.get_rng_state()
+    la(new)
+    la.log_marginal_likelihood()
+    la.sample(2, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_exact_hessian_is_refused():

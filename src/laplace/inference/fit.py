@@ -61,15 +61,15 @@ def fit(
         journal: a function that opens a file for the partial sums of a long fit.
         reduce: the processes that fit together, each with a part of the data. This one alone by default.
     """
+    if runner.spec.structure.rereads and reduce.size > 1:
+        raise UnsupportedError(
+            f"hessian_structure={runner.spec.structure.name!r} reads all data again for every answer, and does so "
+            "in one process. Fit with group=None on all data, or take hessian_structure='kron' or 'ekfac'."
+        )
     with reduce.session():
         shard = Shard(loader) if reduce.size == 1 else shared.divided(loader, reduce, runner)
         loader = shard.loader
         runner.require_rereading(loader, before)
-        if runner.spec.structure.rereads and reduce.size > 1:
-            raise UnsupportedError(
-                f"hessian_structure={runner.spec.structure.name!r} reads all data again for every answer, and does so "
-                "in one process. Fit with group=None on all data, or take hessian_structure='kron' or 'ekfac'."
-            )
         runner.next_tokens = None if before is None else runner.next_tokens
         watch_again(runner.model)
 

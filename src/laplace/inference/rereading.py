@@ -122,8 +122,7 @@ class Rereading:
         spec = runner.spec
         parts = (spec.likelihood, fit.structure, fit.layout, self.estimator, None, spec.budget)
         for _ in range(_RESTARTS):
-            reading = _Reading(work, engine, *parts)
-            reading.use_seed(self.seed)
+            reading = _Reading(work, self.seed, engine, *parts)
             try:
                 with plain(), torch.no_grad():
                     reading.read(runner.batches(self.loader, False, "training data"), marked=self.estimator.draws)
@@ -167,14 +166,15 @@ class Rereading:
 class _Reading(Accumulator):
     """Reads the data once, small batches together, and adds up what some work makes of each run."""
 
-    def __init__(self, work: Work, *args: Any) -> None:
+    def __init__(self, work: Work, seed: int, *args: Any) -> None:
+        self._own_seed = seed
         super().__init__(*args)
         self.work, self.total = work, None
         self.marks: list[float] = []
 
-    def use_seed(self, seed: int) -> None:
-        """Draw the same as every other reading does."""
-        self._seed = seed
+    def _drawn_seed(self) -> int:
+        """Return the seed that all readings share. Nothing is drawn from torch's own generator."""
+        return self._own_seed
 
     def read(self, batches: Iterable[Batch], marked: bool) -> None:
         """Read all batches."""
