@@ -364,7 +364,7 @@ class StructureConformance:
             if case.fit.structure.rereads:
                 loaded.attach_data(parts_of(*case.data, [4, 1, 2]))
                 tolerance = 1e-10  # the data is read again, and may be added up in another order
-            matrices = (la.posterior.gaussian.precision_matrix() for la in (loaded, case.la))
-            close(*matrices, tolerance, what="precision from a file")
-            evidence = (la.log_marginal_likelihood() for la in (loaded, case.la))
-            close(*evidence, tolerance, what="evidence from a file")
+            found, expected = (la.posterior.gaussian.precision_matrix() for la in (loaded, case.la))
+            close(found, expected, tolerance, what="precision from a file")
+            found, expected = (la.log_marginal_likelihood() for la in (loaded, case.la))
+            close(found, expected, tolerance, what="evidence from a file")
