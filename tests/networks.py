@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from laplace.structures import STRUCTURES
+
 
 class Wrapped(nn.Module):
     """A network inside a network inside a network, whose output comes in a mapping."""
@@ -57,6 +59,7 @@ NETWORKS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
     "conv": (Convolutional, 36),
 }
 TASKS = {"classification": 3, "regression": 2}
+CLOSED = [name for name, made in STRUCTURES.items() if not made.rereads]  # structures that answer in closed form
 
 
 class LogitsOnly(nn.Module):

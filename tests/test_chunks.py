@@ -7,8 +7,7 @@ import torch
 
 import oracle
 from laplace import Laplace
-from laplace.structures import STRUCTURES
-from networks import cut, head_names, make
+from networks import CLOSED, cut, head_names, make
 from zoo import build
 
 TASKS = ["classification", "regression"]
@@ -33,7 +32,7 @@ def fitted(task, structure, curvature="ggn", sizes=(4, 1, 3), **options):
 @pytest.mark.parametrize("held", [1, 100, 300])
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("curvature", KINDS)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", CLOSED)
 def test_taking_moments_in_the_middle_of_the_data_loses_none(structure, curvature, task, held, monkeypatch):
     whole, x, _ = fitted(task, structure, curvature)
     monkeypatch.setattr(HELD, held)
@@ -70,7 +69,7 @@ def test_a_constant_input_stays_one_when_single_examples_are_merged(task, monkey
 
 @pytest.mark.parametrize("chunk", [1, 40, 200])
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", CLOSED)
 def test_predictions_do_not_depend_on_the_chunks_of_the_last_layer(structure, task, chunk, monkeypatch):
     la, x, y = fitted(task, structure)
     calls = [
@@ -151,7 +150,7 @@ def test_draws_of_the_weights_in_chunks_have_the_posteriors_moments(subset, pred
 
 @pytest.mark.parametrize("budget", [1, 10_000, 2**29])
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", CLOSED)
 def test_chunks_by_memory_change_no_number(structure, task, budget, monkeypatch):
     model, x, y, _ = build("residual", task)
     one = Laplace(model, task, "all", structure).fit(cut(x, y, 11))
@@ -168,7 +167,7 @@ def test_chunks_by_memory_change_no_number(structure, task, budget, monkeypatch)
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", CLOSED)
 def test_draws_are_the_generators_alone_whichever_way_the_sums_were_made(structure, task, monkeypatch):
     """The way is chosen by the clock; rounding must not choose the basis that equal eigenvalues are drawn in."""
     model, x, y, _ = build("residual", task)
@@ -187,7 +186,7 @@ def test_draws_are_the_generators_alone_whichever_way_the_sums_were_made(structu
     ["laplace.linalg.symmetric._HELD", "laplace.backprop.layers.conv._CHUNK", "laplace.backprop.activations._PRODUCTS"],
 )
 @pytest.mark.parametrize("network", ["conv", "residual"])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", CLOSED)
 def test_sums_and_predictions_do_not_depend_on_the_pieces_of_the_products(
     structure, network, constant, size, monkeypatch
 ):

@@ -237,6 +237,9 @@ def _effective(posterior: Posterior) -> float | None:
     if type(prior) is not GaussianPrior or found.structure.functional:
         return None
     delta = prior.diagonal(found.layout, found.mean).to(found.mean)
+    if found.structure.rereads:  # which estimates traces of tensors, and has no variances of many weights
+        each = torch.stack([part[0] for part in found.layout.split(delta)]).double()
+        return float(found.layout.n_params - (each * posterior.gaussian.traces("layerwise")[0]).sum())
     return float(found.layout.n_params - (delta * posterior.gaussian.marginal_variances()).double().sum())
 
 

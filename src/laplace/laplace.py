@@ -65,7 +65,8 @@ class Laplace:
             (name, parameter) -> bool, or an object of `laplace.weights`.
         hessian_structure: what is kept of the curvature, by name or as an object of `laplace.structures`: 'full';
             'lowrank' (the largest eigenpairs of all weights together); a block per tensor: 'block', 'inf', 'ekfac',
-            'kron'; 'diag'; or 'gp', a posterior over functions from `n_subset` of the points.
+            'kron'; 'diag'; 'matrix_free' (the posterior of 'full' without its matrix, by solves over the training
+            data); or 'gp', a posterior over functions from `n_subset` of the points.
         curvature: 'ggn' (exact), 'sketch' or 'mc' (unbiased estimates), 'ef' (empirical Fisher), 'hessian', or an
             object of `laplace.curvature`. By default 'ggn', or 'sketch' (with a warning) if outputs at many positions
             make 'ggn' too expensive.
@@ -91,10 +92,11 @@ class Laplace:
             'reduce'.
         rank: for 'inf', the number of eigenpairs kept per tensor (100), or a float up to 1: the share of the trace to
             keep; for 'lowrank', the number of eigenpairs of all weights together (20); for 'kron', the number of
-            columns kept of each wider factor (all); for 'gp' with 'nystrom', the number of directions (100).
+            columns kept of each wider factor (all); for 'gp' with 'nystrom', the number of directions (100);
+            for 'matrix_free', the number of leading directions of the preconditioner (100).
         tol: for 'lowrank', instead of `rank`: keep the eigenpairs above tol times the largest.
         n_subset: for 'gp', how many points are kept (None: all, up to 256).
-        seed: for 'gp', the seed for drawing the points.
+        seed: for 'gp', the seed for drawing the points; for 'matrix_free', for drawing the probes.
         independent_outputs: for 'gp' with 'sod', whether outputs are treated as independent.
         functional_approximation: for 'gp': 'sod' (the subset alone), 'nystrom' (all data in `rank` directions) or
             'variational' (all data given `n_subset` inducing points).
@@ -213,6 +215,7 @@ class Laplace:
     is_fitted = reads(holding.is_fitted)
     training_data = reads(holding.training_data)
     posterior = reads(holding.posterior)
+    attach_data = holding.attach_data
     log_marginal_likelihood = holding.log_marginal_likelihood
     marglik = log_marginal_likelihood
     """The paper's name of `log_marginal_likelihood`."""
@@ -245,6 +248,7 @@ class Laplace:
     loss = reads(inspection.loss)
     H = reads(inspection.H)
     spectrum = reads(inspection.spectrum)
+    solves = reads(inspection.solves)
     clipped = reads(inspection.clipped)
     log_likelihood = reads(inspection.log_likelihood)
     log_prior = reads(inspection.log_prior)

@@ -215,7 +215,7 @@ def _made(value: Any, options: Mapping[str, Any]) -> Structure:
         raise OptionError(
             f"{key}={shown(given)} belongs to hessian_structure={' or '.join(owners)}; {this} has no such option."
         )
-    return made(**{key: options[key] for key in made.options})
+    return made(**{key: options[key] for key in made.options if key in options})
 
 
 def _of_gp(approximation: str) -> str:

@@ -19,11 +19,11 @@ from laplace.checkpoints.state import state_without_inputs
 from laplace.errors import CheckpointError, NotFittedError, OptionError, UnsupportedError
 from laplace.network.pytree import tensors_in
 from laplace.structures import STRUCTURES
-from networks import cut, make
+from networks import CLOSED, cut, make
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning")
 
-KINDS = {name: {"hessian_structure": name} for name in STRUCTURES}
+KINDS = {name: {"hessian_structure": name} for name in CLOSED}
 KINDS |= {
     "gp": {"hessian_structure": "gp", "n_subset": 7},
     "independent gp": {"hessian_structure": "gp", "n_subset": 6, "seed": 3, "independent_outputs": True},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import oracle
 from laplace.spec import estimator_named
-from laplace.structures import STRUCTURES
+from laplace.structures import STRUCTURES, MatrixFree, Structure
 from laplace.testing import StructureConformance
 from laplace.testing.reference import close
 from laplace.testing.structures import SCALE, TASKS, Case, Small, fitted
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.Laplac
 
 KINDS = ["ggn", "ef", "mc", "sketch"]  # sums of J^T v v^T J for vectors v of output space
 SLOW = ("ef", "mc")  # only in the slow suite for structures that are built on others of the registry:
-MANY = ("block", "ekfac", "inf", "lowrank")
+MANY = ("block", "ekfac", "inf", "lowrank", "matrix_free")
 
 
 @functools.cache
-def case(structure: str, subset: str, curvature: str, task: str, options: tuple = ()) -> Case:
+def case(structure: Structure | str, subset: str, curvature: str, task: str, options: tuple = ()) -> Case:
     index = oracle.indices_of(Small(TASKS[task]), lambda name, j: j % 3 == 0) if subset == "subnetwork" else None
     return fitted(structure, subset, curvature, task, subnetwork_indices=index, **dict(options))
 
@@ -41,10 +41,11 @@ class Conformance(StructureConformance):
     of: str
     options: tuple = ()
     kinds: Sequence[str] = KINDS
+    made: Structure | None = None  # given in place of the name, for options that `Laplace` has no keywords for
 
     @pytest.fixture(autouse=True)
     def given(self, subset, curvature, task) -> Case:
-        self.case = case(self.of, subset, curvature, task, self.options)
+        self.case = case(self.made or self.of, subset, curvature, task, self.options)
         return self.case
 
     def cases(self) -> Iterator[Case]:
@@ -112,6 +113,27 @@ class TestReducedKron(Conformance):
 
 class TestReducedEkfac(Conformance):
     of, options, kinds = "ekfac", (("weight_sharing", "reduce"),), ("ggn",)
+
+
+@pytest.mark.slow
+class TestMatrix_free(Conformance):  # in place of the one from the registry, whose evidence is estimated
+    """With a probe for every weight and small residuals, it answers as the matrix itself would."""
+
+    of, made, kinds = "matrix_free", MatrixFree(residual=1e-12, probes=100), ("ggn", "ef", "mc")
+
+    def test_the_curvature_is_that_of_full(self, given, subset, curvature, task):
+        if curvature in ("ggn", "ef"):  # others draw by the structure's own seed
+            close(given.fit.curvature.matrix(), case("full", subset, curvature, task).fit.curvature.matrix())
+
+
+@pytest.mark.slow
+class TestMatrixFreeWithEkfac(Conformance):
+    of, made, kinds = "matrix_free", MatrixFree(residual=1e-12, probes=100, preconditioner="ekfac"), ("ggn",)
+
+
+@pytest.mark.slow
+class TestMatrixFreeAlone(Conformance):
+    of, made, kinds = "matrix_free", MatrixFree(residual=1e-12, probes=100, preconditioner="none"), ("ggn",)
 
 
 class TestInfOfLowRank(Conformance):

@@ -12,8 +12,7 @@ from torch import nn
 from laplace import Laplace
 from laplace.budget import Budget
 from laplace.errors import BoundaryWarning, InputError, ModelError, NumericalError, OptionError, UnsupportedError
-from laplace.structures import STRUCTURES
-from networks import split_task
+from networks import CLOSED, split_task
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::laplace.errors.BoundaryWarning"),
@@ -44,7 +43,7 @@ def nll(la, batches, link=None):
     return -total / sum(len(y) for _, y in batches)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", CLOSED)
 @pytest.mark.parametrize("subset", ["last_layer", "all"])
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_the_score_of_every_point_is_the_predictives(task, subset, structure):
@@ -152,7 +151,7 @@ def test_drawn_weights_are_the_same_at_every_point_and_every_time():
     assert first.score == pytest.approx(by_hand / sum(len(y) for _, y in validation), rel=1e-9)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", CLOSED)
 def test_little_memory_changes_no_score(structure):
     scores = []
     for budget in (None, 1):

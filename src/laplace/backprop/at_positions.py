@@ -141,6 +141,13 @@ class RowsJacobian:
     def along(self, steps: Tensor) -> Tensor:
         return self.rows.of(self.whole.along(steps), lead=1)
 
+    @property
+    def examples(self) -> int:
+        return self.rows.positions.n * self.rows.count if self.rows.kept is None else len(self.rows.kept)
+
+    def written(self, part: slice) -> Tensor:  # (m, C, P)
+        return self.rows.of(self.whole.written(slice(None)))[part]
+
 
 @dataclass(frozen=True)
 class RowsJacobianOf:

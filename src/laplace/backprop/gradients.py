@@ -409,6 +409,15 @@ class Jacobian(Protocol):
         """Return J step, (S, P) -> (S, N, C)."""
         ...
 
+    @property
+    def examples(self) -> int:
+        """Return N, the number of examples, or of rows."""
+        ...
+
+    def written(self, part: slice) -> Tensor:
+        """Return J itself for some examples, (n, C, P). For those who have to solve for its rows."""
+        ...
+
 
 class Engine(Protocol):
     """Runs a network on batches, for fitting and predicting."""

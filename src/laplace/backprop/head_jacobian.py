@@ -76,6 +76,13 @@ class HeadJacobian:
         moved = centred(moved) if self.centred else moved
         return moved if self.index is None else moved[..., self.index]
 
+    @property
+    def examples(self) -> int:
+        return self.n
+
+    def written(self, part: slice) -> Tensor:  # (n, C', P)
+        return torch.cat([one.contracted(part) for one in self.parameters], 2).transpose(0, 1)
+
     def _factors(self, covariance: Covariance) -> Tensor:  # (C', I, I)
         rows = self._own_rows(covariance.root)
         parts = [part.double() for part in rows.split(max(1, _CHUNK // rows[0].numel()))]
@@ -203,6 +210,13 @@ class HeadJacobianOf:
         by_output = by_output if self.index is None else by_output[self.index]
         by_output = centred(by_output, 0) if self.centred else by_output
         return self.features.expand(self.n, -1)[part] @ by_output
+
+    def contracted(self, part: slice) -> Tensor:  # (C', n, p)
+        """Return J itself for some examples."""
+        units = torch.eye(self.c, dtype=self.features.dtype, device=self.features.device)
+        units = units if self.index is None else units[self.index]
+        units = centred(units) if self.centred else units
+        return torch.einsum("kc,ni->knci", units, self.features.expand(self.n, -1)[part]).flatten(2)
 
     def alone(self) -> HeadJacobian:
         return HeadJacobian([self.features], self.n, self.c, self.index, self.centred)

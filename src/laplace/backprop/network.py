@@ -196,11 +196,19 @@ class NetworkForward:
         self.calls, self.attached = calls, attached
         self.dtype = torch.promote_types(f.dtype, torch.float32)
         self.rows, self.positions = rows, rows.positions
-        self.outputs = self._counted(f if attached else f.detach())
+        self.outputs = self.counted(f if attached else f.detach())
 
-    def _counted(self, f: Tensor, lead: int = 0) -> Tensor:  # (..., *own shape) -> (..., M, C)
+    def counted(self, f: Tensor, lead: int = 0) -> Tensor:  # (..., *own shape) -> (..., M, C)
+        """Return the rows that count of values in the shape of the network's outputs."""
         rows = self.positions.rows(f, lead).to(self.dtype)
         return rows if self.rows.kept is None else rows.index_select(lead, self.rows.kept)
+
+    def spread(self, rows: Tensor) -> Tensor:  # (M, C) -> own shape
+        """Return values of the rows that count in the shape of the network's outputs, with zeros elsewhere."""
+        if self.rows.kept is not None:
+            whole = rows.new_zeros(self.positions.n * self.positions.count, rows.shape[1])
+            rows = whole.index_copy(0, self.rows.kept, rows)
+        return self.positions.shaped(rows.unsqueeze(0), lead=1)[0]
 
     def copied(self) -> NetworkForward:
         """Refuse to copy: the graph holds the inputs."""
@@ -245,7 +253,7 @@ class NetworkForward:
         numbers = 4 * self.plan.width * self.f.shape[0] + layout.whole.n_params
         chunk = self.network.budget.count(self.network.item_size * numbers, share=0.5)
         with torch.enable_grad():
-            counted = self._counted(self.f)
+            counted = self.counted(self.f)
             moments = HessianMoments(loss(counted), tensors, layout, chunk, self.dtype)
         if not self.network.hessian_is_right:
             require_hessian(moments, counted, self._outputs_in_double, loss)
@@ -318,7 +326,7 @@ class NetworkForward:
                 drawn = vmap(run, randomness="same")(moved)
             except RuntimeError:  # an operation without a batching rule
                 drawn = torch.stack([run({k: t[s] for k, t in moved.items()}) for s in range(len(steps))])
-        return self._counted(drawn, lead=1)
+        return self.counted(drawn, lead=1)
 
     def _differentiable(self) -> AbstractContextManager[Any]:
         return twice_differentiable() if self.attached else nullcontext()

@@ -229,6 +229,13 @@ class NetworkJacobian:
     def along(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, K)
         return along(self.parameters, split(steps, self.parameters))
 
+    @property
+    def examples(self) -> int:
+        return self.parameters[0].shape[1]
+
+    def written(self, part: slice) -> Tensor:  # (n, K, P)
+        return torch.cat([use.contracted(part) for use in self.parameters], 2).transpose(0, 1)
+
 
 @dataclass
 class DenseUse(Use):

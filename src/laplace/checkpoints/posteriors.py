@@ -47,6 +47,8 @@ class Loadable(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
 
+    def attach_data(self, train_loader: Any) -> None: ...
+
 
 Kind = TypeVar("Kind", bound=Loadable)
 
@@ -127,7 +129,8 @@ def load(
         subset_of_weights: your own choice of weights, if the posterior was fitted with one.
         curvature: your own curvature, if the posterior was fitted with one.
         names: {old: new}, if parameters or modules have new names.
-        data: for a 'gp' that was saved without its data: the batches of `fit`, in the same order.
+        data: for a 'gp' that was saved without its data: the batches of `fit`, in the same order. For
+            'matrix_free', the training data, which it reads again for every answer.
         group: of a posterior that was fitted with `shard_factors=True`, a process group with as many ranks: each reads
             its own part. Also for a network that `fully_shard` has sharded.
 
@@ -180,6 +183,8 @@ def _loaded(
         la.load_state_dict(state)
         if OWNERS in state:
             la.runner.ranks = state[OWNERS]["size"]
+        if data is not None and la.runner.spec.structure.rereads:
+            la.attach_data(data)
         return la
     except LaplaceError:
         raise
@@ -245,10 +250,11 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
     if given is None:
         if isinstance(told, Mapping):
             raise _missing(path, "structure", told[_YOURS], "hessian_structure=")
-        return told
+        return _with_own_options(told, options)
     if not isinstance(given, Structure):
         raise OptionError(f"hessian_structure={shown(given)} must be the structure itself, as in MyStructure().")
     if not isinstance(told, Mapping):  # a structure of ours: its name and options are in the file
+        told = _with_own_options(told, options)
         kinds = {key: options[key] for key in STRUCTURE_OPTIONS if key in options}
         made = structure_named(told, {**STRUCTURE_OPTIONS, **kinds})
         if type(given) is type(made) and given.described == made.described:
@@ -260,6 +266,14 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
             "structure that it was fitted with."
         )
     return given
+
+
+def _with_own_options(name: str, options: dict[str, Any]) -> Structure | str:
+    """Return a structure some of whose options are no keywords of `Laplace`. They are taken out of `options`."""
+    made = STRUCTURES.get(name)
+    if made is None or STRUCTURE_OPTIONS.keys() >= set(made.options):
+        return name
+    return made(**{key: options.pop(key) for key in made.options})
 
 
 def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:

@@ -195,7 +195,8 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
     prior.check(layout, spec.structure.takes)
     weights = _weights(runner, layout, state)
     level = spec.likelihood.with_noise(positive(state["sigma_noise"], "sigma_noise"))[1]
-    _require_usable(Posterior(fit, prior, level, float(state["temperature"])))
+    kept = replace(fit, structure=fit.structure.stored)  # what can be computed without the training data
+    _require_usable(Posterior(kept, prior, level, float(state["temperature"])))
     temperatures = state["temperature"], state.get("softmax_temperature", 1.0)
     return Restored(fit, weights, prior, state["sigma_noise"], *temperatures)
 

@@ -30,6 +30,7 @@ class HessianStructure(_Name):
     EKFAC = "ekfac"
     INF = "inf"
     LOWRANK = "lowrank"
+    MATRIX_FREE = "matrix_free"
     GP = "gp"
 
 

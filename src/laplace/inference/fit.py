@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from laplace.inference.accumulate import Accumulator, Progress
 from laplace.inference.accumulate_points import SubsetAccumulator
 from laplace.inference.accumulate_spread import SpreadAccumulator, require_spreadable
 from laplace.inference.coverage import coverage_of
+from laplace.inference.rereading import Rereading
 from laplace.inference.runner import Runner, dims_of
 from laplace.network.batches import Batch
 from laplace.network.watching import unregistered_in, watch_again
@@ -63,6 +65,11 @@ def fit(
         reduce: the processes that fit together, each with a part of the data. This one alone by default.
         shard_factors: whether the sums of each layer stay on one of these processes.
     """
+    if runner.spec.structure.rereads and reduce.size > 1:
+        raise UnsupportedError(
+            f"hessian_structure={runner.spec.structure.name!r} reads all data again for every answer, and does so "
+            "in one process. Fit with group=None on all data, or take hessian_structure='kron' or 'ekfac'."
+        )
     spread = shard_factors and reduce.size > 1
     with reduce.session(), joined(reduce):
         if shard_factors:
@@ -110,6 +117,8 @@ def fit(
         unread = stream if own is None else chain([own], stream)
         sums.run(unread, None if isinstance(loader, Iterator) else read)
         found = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
+        if spec.structure.rereads:
+            found = replace(found, training=Rereading.of(runner, loader, found, estimator))
         if note := coverage_of(found, engine.plan).other_forms(spec.structure.name):
             runner.warn_once("coverage", note)
         if isinstance(spec.weights, All) and (others := unregistered_in(runner.model)):

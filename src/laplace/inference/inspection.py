@@ -17,6 +17,8 @@ from laplace.linalg.autocast import plain, plainly
 from laplace.linalg.symmetric import Clipped
 from laplace.structures import Curvature, Gaussian
 from laplace.structures.lowrank import Spectrum
+from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature
+from laplace.structures.solves import Solves
 from laplace.weights.layout import Layout
 
 
@@ -90,6 +92,21 @@ def H(la: Fitted) -> Tensor | BlockMatrix:
 def spectrum(la: Fitted) -> Spectrum:
     """Return the eigenvalues of the curvature at unit noise that 'lowrank' kept, and a report on the others."""
     return la.posterior.fit.structure.spectrum(la.posterior.fit.sums)
+
+
+def solves(la: Fitted) -> Solves:
+    """Return what the answers of 'matrix_free' took: residuals reached, products, the evidence's standard error.
+
+    Raises:
+        UnsupportedError: the structure keeps its curvature and solves nothing.
+    """
+    curvature = la.posterior.fit.curvature
+    if not isinstance(curvature, MatrixFreeCurvature):
+        raise UnsupportedError(
+            f"{la.posterior.fit.structure.name} keeps its curvature and solves nothing by iteration. Fit with "
+            "hessian_structure='matrix_free' for a report on solves."
+        )
+    return curvature.solves
 
 
 @plainly

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Forward, Jacobian
 from laplace.linalg.contrasts import centred, centred_twice
-from laplace.linalg.sampling import Draws, normals
+from laplace.linalg.sampling import Draws
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link, onto_simplex
 from laplace.predictive.outputs import OutputGaussian, require_finite
@@ -67,10 +67,9 @@ def sampled(
     One draw is used for all inputs. `runs` gives the runs of consecutive inputs; it is called once per chunk of draws.
     """
     layout, parts = posterior.fit.layout, []
-    n_params, held = layout.n_params, layout.whole.n_params if exact else layout.n_params
+    held = layout.whole.n_params if exact else layout.n_params
     for start in range(0, draws.n, step := max(1, _CHUNK // held)):
-        eps = normals(min(step, draws.n - start), n_params, posterior.fit.mean, draws.generator)
-        moves = posterior.gaussian.color(eps)
+        moves = posterior.gaussian.drawn(min(step, draws.n - start), posterior.fit.mean, draws.generator)
         drawn = [run.perturbed(moves) if exact else run.outputs + run.linearised(moves) for run in runs()]
         parts.append(torch.cat(drawn, 1))
     return require_finite(torch.cat(parts), "the network under draws of the weights", 1)

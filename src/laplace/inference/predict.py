@@ -22,7 +22,7 @@ from laplace.inference.linearised import through_link
 from laplace.inference.predict_shards import in_step, parts_in_order, same_draws
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
-from laplace.linalg.sampling import Draws, normals
+from laplace.linalg.sampling import Draws
 from laplace.network.batches import Inputs, given_by_name, prediction_batches
 from laplace.network.datasets import is_shuffled
 from laplace.predictive.links import Link
@@ -370,8 +370,7 @@ def sample(la: Fitted, /, n_samples: int = 100, generator: torch.Generator | Non
         f"{n_samples:,} draws of {len(mean):,} weights",
         "Ask for fewer at a time.",
     )
-    eps = normals(n_samples, len(mean), mean, generator_or_none(generator))
-    return mean + la.posterior.gaussian.color(eps)
+    return mean + la.posterior.gaussian.drawn(n_samples, mean, generator_or_none(generator))
 
 
 def pred_type_named(name: str, functional: bool) -> str:

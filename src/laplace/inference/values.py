@@ -19,9 +19,11 @@ from torch import Tensor
 
 from laplace.checks import one_positive, positive, shown
 from laplace.errors import NotFittedError, OptionError, UnsupportedError
+from laplace.inference.rereading import Rereading
 from laplace.inference.runner import Runner
 from laplace.linalg.autocast import plainly
 from laplace.linalg.one_number import OneNumber
+from laplace.network.loaders import training_data as loader_of
 from laplace.posterior.posterior import Fit, Posterior
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
@@ -89,7 +91,10 @@ class Values:
 
     def copied(self) -> Values:
         """Return the same values for another object, with a cache of its own and without the training data."""
-        return replace(self, training_data=None, cache=copy.copy(self.cache))
+        values = replace(self, training_data=None, cache=copy.copy(self.cache))
+        if self.fit is None or self.fit.training is None:
+            return values
+        return replace(values, fit=replace(self.fit, training=None), cache=Cache())  # the cache leads to the data
 
     def to(self, device: torch.device) -> Values:
         """Return the same values on `device`."""
@@ -134,6 +139,31 @@ def training_data(la: Holder) -> Iterable[Any] | None:
     None if it was an iterator, or was added to earlier data.
     """
     return la.values.training_data
+
+
+@refuse_unknown_keywords
+def attach_data(la: Holder, /, train_loader: Any, y: Any = None, *, batch_size: int | None = None) -> None:
+    """Give hessian_structure='matrix_free' its training data again, after a file, a state, a pickle or a copy.
+
+    Args:
+        train_loader: what `fit` was given: the same examples, in batches that may be others.
+        y: the labels, if `train_loader` is the inputs of all data.
+        batch_size: of a dataset or of inputs and labels, examples in a batch.
+
+    Raises:
+        NotFittedError: there are no sums yet.
+        UnsupportedError: the structure does not read its data again, or the network has changed since the fit.
+        InputError: the loader can be read only once.
+    """
+    fit = posterior(la).fit
+    if not fit.structure.rereads:
+        raise UnsupportedError(
+            f"hessian_structure={fit.structure.name!r} does not read its training data again: there is nothing to "
+            "attach. la.predict and the evidence work without it."
+        )
+    loader, _ = loader_of(train_loader, True, y, batch_size, None)
+    training = Rereading.of(la.runner, loader, fit)
+    la.values = replace(la.values, fit=replace(fit, training=training), training_data=loader)
 
 
 @refuse_unknown_keywords

@@ -33,6 +33,7 @@ from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from laplace.structures.functional.points import Points
+    from laplace.structures.solves import TrainingData
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Fit:
     linear: bool = True  # whether the outputs are linear in the uncertain weights, as in a last layer
     points: Points | None = None  # training points, if predictions need them
     owners: Owners | None = None  # which rank has the sums of which tensor, if they are not all here
+    training: TrainingData | None = None  # all training data, by reference, if the posterior reads it again
 
     @property
     def curvature(self) -> Curvature:
@@ -65,7 +67,8 @@ class Fit:
         with plain(), torch.no_grad():
             if self.owners is not None:
                 return SpreadCurvature(self.structure, self.sums, self.layout, self.mean, self.owners)
-            return self.structure.curvature(self.sums, self.layout, self.mean.dtype)
+            curvature = self.structure.curvature(self.sums, self.layout, self.mean.dtype)
+        return self.structure.attach_data(curvature, self.training)
 
     def factorise_together(self, reduce: Reduce) -> None:
         """Factorise H now, with its eigendecompositions dealt out over the ranks: later, one rank may ask alone."""

@@ -27,6 +27,8 @@ from laplace.structures.gaussian import Curvature, Gaussian
 from laplace.structures.inf import Inf
 from laplace.structures.kron import Kron
 from laplace.structures.lowrank import LowRank
+from laplace.structures.matrix_free import MatrixFree
+from laplace.structures.solves import Solves
 from laplace.weights.layout import Layout as Layout
 
 STRUCTURES: Final[dict[str, type[Structure]]] = {
@@ -37,6 +39,7 @@ STRUCTURES: Final[dict[str, type[Structure]]] = {
     "ekfac": Ekfac,
     "inf": Inf,
     "lowrank": LowRank,
+    "matrix_free": MatrixFree,
 }
 
 
@@ -86,9 +89,11 @@ __all__ = [
     "Kron",
     "KroneckerCovariance",
     "LowRank",
+    "MatrixFree",
     "Nystrom",
     "Pass",
     "RowCovariance",
+    "Solves",
     "Structure",
     "Sums",
     "Variational",

@@ -32,6 +32,7 @@ from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from laplace.structures.lowrank import Spectrum
+    from laplace.structures.solves import TrainingData
 
 Sums = dict[str, Tensor]
 Contribution = dict[str, Tensor | GramRows | float]
@@ -102,6 +103,7 @@ class Structure(Pass):
         weight_sharing: for weights used at many positions, 'reduce' sums over positions before it forms the factors,
             'expand' treats each position as an example.
         keeps_points: whether predictions need some of the training data.
+        rereads: whether the posterior reads the training data again whenever it is asked something.
         forms: the keys and shapes of the sums. With None, files are not checked for them.
         budget: the memory that may be taken. The user's budget replaces the default.
     """
@@ -117,6 +119,7 @@ class Structure(Pass):
     precision_forms: tuple[str, ...] = ()
     weight_sharing: str = "expand"
     keeps_points: bool = False
+    rereads: bool = False
     forms: Forms | None = None
     budget: Budget = Budget()
 
@@ -178,6 +181,15 @@ class Structure(Pass):
     def attach_points(self, forward: Forward, points: Any, engine: Engine, limit: int) -> Forward:
         """Add the kept points to a run at new inputs. Only posteriors over functions keep any."""
         return forward
+
+    def attach_data(self, curvature: Curvature, data: TrainingData | None) -> Curvature:
+        """Add the training data to the curvature, for structures that read it again. None if it is not there."""
+        return curvature
+
+    @property
+    def stored(self) -> Structure:
+        """Return the structure of the sums themselves: what is left of this one without the training data."""
+        return self
 
     def describe(self, sums: Sums, layout: Layout) -> list[Kept]:
         """Describe what is kept of each tensor. Sums over all weights count in proportion to the tensor's size."""

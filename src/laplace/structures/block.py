@@ -51,6 +51,10 @@ class BlockGaussian(ABC):
     def covariance_times(self, vectors: Tensor) -> Tensor:  # (..., p) -> (..., p)
         """Return the covariance times each vector."""
 
+    def precision_times(self, vectors: Tensor) -> Tensor:  # (..., p) -> (..., p)
+        """Return the precision times each vector. The default writes the precision out."""
+        return vectors @ self.precision_matrix()
+
     @abstractmethod
     def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
         """Return the `asked` part of J Sigma J^T with this block's Sigma: `asked.of(jacobian, spread)`."""

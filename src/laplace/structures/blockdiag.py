@@ -199,6 +199,14 @@ class BlockDiagonalGaussian(Gaussian):
         like = self.marginal_variances()
         return torch.block_diag(*[b.covariance_times(e.to(like)) for b, e in zip(self.blocks, eyes, strict=True)])
 
+    def covariance_times(self, vectors: Tensor) -> Tensor:  # (..., P) -> (..., P)
+        """Return the covariance times each vector."""
+        return torch.cat([b.covariance_times(v) for b, v in self._with(vectors)], -1)
+
+    def precision_times(self, vectors: Tensor) -> Tensor:  # (..., P) -> (..., P)
+        """Return the precision times each vector."""
+        return torch.cat([b.precision_times(v) for b, v in self._with(vectors)], -1)
+
     def variance(self, jacobian: Jacobian) -> Tensor:
         return self._sum(jacobian, EACH_OUTPUT)
 

@@ -97,6 +97,9 @@ class DiagGaussian(BlockGaussian):
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return vectors / self.precision
 
+    def precision_times(self, vectors: Tensor) -> Tensor:
+        return vectors * self.precision
+
     def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
         return asked.of(jacobian, KroneckerCovariance.independent(self.precision.reciprocal(), self.shape))
 

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laplace.backprop.gradients import Jacobian
 from laplace.budget import Budget
+from laplace.linalg.sampling import normals
 from laplace.linalg.symmetric import Clipped
 
 Traces = tuple[Tensor, Tensor]
@@ -32,6 +34,20 @@ class Gaussian(ABC):
     @abstractmethod
     def color(self, eps: Tensor) -> Tensor:  # (S, P) -> (S, P)
         """Turn standard normal noise into draws of this Gaussian."""
+
+    def drawn(self, n: int, like: Tensor, generator: torch.Generator | None) -> Tensor:  # like: (P,) -> (n, P)
+        """Draw from this Gaussian. The generator is the only source of randomness."""
+        return self.color(normals(n, len(like), like, generator))
+
+    @property
+    def logdet_known(self) -> bool:
+        """Return whether `logdet` takes no time worth mentioning, so that summaries may show it."""
+        return True
+
+    @property
+    def logdet_error(self) -> float:
+        """Return the standard error of `logdet`, where it is estimated. 0 where it is computed."""
+        return 0.0
 
     @abstractmethod
     def marginal_variances(self) -> Tensor:  # (P,)

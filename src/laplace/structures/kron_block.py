@@ -160,6 +160,9 @@ class KronGaussian(BlockGaussian):
     def covariance_times(self, vectors: Tensor) -> Tensor:
         return self._out(self._into(vectors) * self.variances)
 
+    def precision_times(self, vectors: Tensor) -> Tensor:
+        return self._out(self._into(vectors) * self.eigenvalues)
+
     def outputs(self, jacobian: JacobianOf, asked: Asked) -> Tensor:
         return asked.of(jacobian, self.spread)
 
@@ -223,6 +226,9 @@ class WhitenedGaussian(KronGaussian):
         left, right = self.block.inverses
         inside = rotate_left(rotate_right(vector.unflatten(-1, self.eigenvalues.shape), right), left)
         return (inside.square() * self.eigenvalues).sum((-3, -2, -1))
+
+    def precision_times(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.precision_matrix()
 
     def precision_matrix(self) -> Tensor:
         basis = torch.kron(*[side.vectors[0] for side in self.block.inverses])

@@ -16,6 +16,9 @@ factorisation where it does not. A structure whose prior is split over its facto
 has a prior that is not given by precisions; there the same Newton iteration takes its derivatives from autograd. After
 earlier tasks, whose curvature is part of the prior, log Z need not be concave: steps still go uphill, and for the
 noise's second derivatives bounds are used.
+
+Where the log-determinant is estimated (`matrix_free`), the traces are estimates from the same probes, but not exactly
+its derivatives. So differences far below the standard error decide nothing, and end the ascent.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from laplace.tuning.space import Space
 
 BOUND = math.log(1e8)  # |log| of the smallest and largest precision and noise looked at
 _LONGEST_STEP = 3.0
+_SLACK = 0.05  # share of the standard error of an estimated evidence by which a step may seem to lose
 _TOLERANCE = 1e-9  # of the evidence, in what the next step would gain
 
 
@@ -80,6 +84,7 @@ class _Problem:
         self.q = 2.0 if fit.kind == "ef" else 1.0
         self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
         self.seen: list[tuple[Tensor, float]] = []
+        self.slack = 0.0  # differences of the evidence that mean nothing, where it is estimated
 
     def step(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return evidence, gradient, and the Newton step in the free coordinates."""
@@ -104,6 +109,7 @@ class _Problem:
         fit, prior = posterior.fit, posterior.prior
         assert isinstance(prior, GaussianPrior)
         assert self.r is not None
+        self.slack = _SLACK * 0.5 * posterior.gaussian.logdet_error
         delta = prior.precision.double().reshape(-1)
         (t, m), (t0, m0) = posterior.gaussian.traces(self.groups), prior.traces(fit.layout, fit.mean, self.groups)
         pull = delta * (self.r + t - t0)
@@ -223,11 +229,14 @@ def _newton(problem: _Problem, x: Tensor, fixed: Tensor, max_steps: int, verbose
         if gain < 0:  # no ascent direction in this precision: the gradient is one
             step, gain = gradient * free, float((gradient * free) @ gradient)
         step = step.clamp(-_LONGEST_STEP, _LONGEST_STEP)
-        done = gain < problem.tolerance * max(1.0, abs(float(value)))
+        least = problem.tolerance * max(1.0, abs(float(value)))
+        done = gain < max(least, problem.slack)
+        if done and problem.slack > least:
+            return x, number  # where the evidence is estimated, a step this small costs more than it tells
         for _ in range(30):
             candidate = torch.where(fixed, x, (x + step).clamp(-BOUND, BOUND))
             new = problem.tried(candidate, free)
-            if new is not None and new[0] >= value - 1e-12 * abs(float(value)):
+            if new is not None and new[0] >= value - max(1e-12 * abs(float(value)), problem.slack):
                 break
             step = step / 2
         else:
