@@ -8,15 +8,17 @@ first one. What a task leaves is kept in the cache: a variant goes on after the 
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
-from experiments.continual_limits import figure
+from experiments.continual_limits import figure, fromp
+from experiments.continual_limits.fromp import FROMP
 from experiments.continual_limits.tasks import read
 from experiments.continual_limits.training import Variant, learn
 from experiments.uq.report import markdown
 from experiments.uq.start import Rows, Study, started
 
+PAPER = [0.9773, 0.9755, 0.9744, 0.9731, 0.9717, 0.9703, 0.9689, 0.9670, 0.9653, 0.9600]  # Daxberger et al. 2021
 VARIANTS = {
     "kron": Variant(),
     "kron, earlier tasks counted t times": Variant(joining="counted"),
@@ -25,34 +27,67 @@ VARIANTS = {
     "kron, prior of the first task": Variant(tuned=False),
     "kron, 50 epochs": Variant(epochs=50),
 }
-TASKS = {}  # more than `SHORT` tasks
+FUNCTIONS = {"FROMP, kron": FROMP(structure="kron", tau=100.0), "FROMP, diag": FROMP(tau=1000.0)}
+TASKS: dict[str, int] = {}  # all others see `SHORT`
 SHORT = 5
+QUICK_TASKS, QUICK_EXAMPLES, QUICK_EPOCHS, QUICK_POINTS = 3, 2000, 5, 20
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     study = started("continual_limits", __doc__.splitlines()[0], arguments)
-    examples = 2000 if study.quick else None
-    rows = Rows(study.results, {"examples": examples, "quick": study.quick})
+    rows = Rows(study.results, {"examples": QUICK_EXAMPLES if study.quick else None})
     for seed in range(study.seeds):
-        for name, variant in VARIANTS.items():
-            laplace(study, rows, f"{name}/{seed}", variant, seed)
+        for name, variant in {**VARIANTS, **FUNCTIONS}.items():
+            run(name, _quick(variant) if study.quick else variant, study, rows, seed)
+    found = by_variant(rows.rows)
+    figure.draw(found, PAPER, study.results.with_suffix(".png"))
+    print(table(found))
 
 
-def laplace(study: Study, rows: Rows, name: str, variant: Variant, seed: int) -> None:
-    n = 3 if study.quick else TASKS.get(name.split("/")[0], SHORT)
-    if study.quick:
-        variant = replace(variant, epochs=variant.epochs // 12)
-    if f"{name}/{n}" in rows.rows:
+def run(name: str, variant: Variant | FROMP, study: Study, rows: Rows, seed: int) -> None:
+    """Learn all tasks, and write a row after each: 'variant/seed/tasks seen'."""
+    n = QUICK_TASKS if study.quick else TASKS.get(name, SHORT)
+    if f"{name}/{seed}/{n}" in rows.rows:
         return
-    tasks = read(study.folder, n, 2000 if study.quick else None, seed)
-    file = name.split("/")[0].replace(", ", "_").replace(" ", "_")
-    for task, learnt in enumerate(learn(file, variant, tasks, study.cache), 1):
-        each = tasks.accuracies(learnt.model, task)
-        row = {"mean": sum(each) / task, "each": each, "seconds": learnt.seconds}
-        row |= {"prior_precision": learnt.precision.reshape(-1).tolist(), "variant": asdict(variant)}
-        rows.get(f"{name}/{task}", lambda row=row: row)
-        print(f"{row['mean']:.4f} {row['seconds']:.0f}", row["prior_precision"], flush=True)
+    tasks = read(study.folder, n, QUICK_EXAMPLES if study.quick else None, seed)
+    file = name.replace(", ", "_").replace(" ", "_")
+    if isinstance(variant, FROMP):
+        first = next(learn("", Variant(epochs=variant.epochs), tasks, study.cache))
+        after = fromp.learn(file, variant, first, tasks, study.cache)
+    else:
+        after = learn(file, variant, tasks, study.cache)
+    for seen, learnt in enumerate(after, 1):
+        each = [round(value, 4) for value in tasks.accuracies(learnt.model, seen)]
+        row = {"mean": round(sum(each) / seen, 5), "each": each, "seconds": round(learnt.seconds, 1)}
+        row |= {"prior_precision": [round(value, 4) for value in learnt.precision.reshape(-1).tolist()]}
+        rows.get(f"{name}/{seed}/{seen}", lambda row=row: row)
+        print(row["mean"], row["seconds"], flush=True)
+
+
+def by_variant(rows: dict[str, dict]) -> dict[str, list[float]]:
+    """Return the mean accuracy over the tasks seen, after each task, averaged over seeds."""
+    groups: dict[str, dict[int, list[float]]] = {}
+    for key, row in rows.items():
+        name, _, seen = key.split("/")
+        groups.setdefault(name, {}).setdefault(int(seen), []).append(row["mean"])
+    return {name: [sum(found[t]) / len(found[t]) for t in sorted(found)] for name, found in groups.items()}
+
+
+def table(found: dict[str, list[float]]) -> str:
+    """Return the accuracies as Markdown, the paper's beside them."""
+    rows = {**found, "paper, kron, 100 epochs": PAPER}
+    longest = max(map(len, rows.values()))
+    lines = [
+        [name, *(f"{value:.4f}" for value in means), *["-"] * (longest - len(means))] for name, means in rows.items()
+    ]
+    return markdown(["tasks seen", *map(str, range(1, longest + 1))], lines)
+
+
+def _quick(variant: Variant | FROMP) -> Variant | FROMP:
+    if isinstance(variant, FROMP):
+        return replace(variant, epochs=QUICK_EPOCHS, points=QUICK_POINTS)
+    return replace(variant, epochs=QUICK_EPOCHS * variant.epochs // 25)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from experiments.continual_limits.tasks import Tasks
@@ -72,12 +72,10 @@ class Memory:
         return torch.einsum("cm,cmk,ck->", offset, self.inverse, offset)
 
 
-def learn(
-    name: str, fromp: FROMP, first: Learnt, tasks: Tasks, cache: Cache
-) -> Iterator[tuple[nn.Module, float]]:
-    """Yield the network after each task and the CPU seconds of its training. The first task is given as learnt."""
+def learn(name: str, fromp: FROMP, first: Learnt, tasks: Tasks, cache: Cache) -> Iterator[Learnt]:
+    """Yield what is learnt after each task. The first task is given; its delta is kept for all tasks."""
     model, points, prior = first.model, list[Tensor](), None
-    yield model, first.seconds
+    yield first
     for task in range(1, len(tasks.orders)):
         start = time.process_time()
         points.append(memorable(model, tasks, task - 1, fromp))
@@ -91,7 +89,7 @@ def learn(
         kept = cache.get(f"{name}_seed{tasks.seed}_task{task}", make)
         seconds = float(kept.pop("seconds"))
         model.load_state_dict(kept)
-        yield model, seconds
+        yield replace(first, model=model, seconds=seconds)
 
 
 @torch.no_grad()

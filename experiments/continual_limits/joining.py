@@ -1,8 +1,10 @@
 """Join the curvature of earlier tasks to a prior, in other ways than the library does.
 
     factors    (A_1 + ... + A_t) / (n_1 + ... + n_t)  (x)  (B_1 + ... + B_t): the library
-    counted    t times that: what adding means of a a^T to each other gives, which laplace-torch does
+    counted    t times that: what comes out if the means A / n are added, and not the sums A
     products   B_1 (x) A_1 / n_1 + ... + B_t (x) A_t / n_t: the sum of the tasks' own curvatures, without cross terms
+
+With one earlier task, all three are the same.
 """
 
 from __future__ import annotations

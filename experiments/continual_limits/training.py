@@ -38,10 +38,11 @@ class Variant:
     tuned: bool = True
     structure: str = "kron"
 
-    @property
-    def first(self) -> str:
-        """Return the name of the first task's training, which does not depend on how tasks are joined."""
-        return f"first_{self.structure}_{self.prior_structure}_{self.epochs}"
+    def file(self, name: str, task: int, seed: int) -> str:
+        """Return the name of a task's file. The first two tasks do not depend on how tasks are joined."""
+        same = f"{self.structure}_{self.prior_structure}_{self.epochs}"
+        own = name if task > 1 else same if task == 0 or self.tuned else f"{same}_first"
+        return f"{own}_seed{seed}_task{task}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ def learn(name: str, variant: Variant, tasks: Tasks, cache: Cache) -> Iterator[L
     model, fits = network(tasks.seed), list[Fit]()
     precision = torch.tensor(START)
     for task in range(len(tasks.orders)):
-        file = f"{name if task else variant.first}_seed{tasks.seed}_task{task}"
-        kept = cache.get(file, _trained(model, fits, precision, variant, tasks, task))
+        kept = cache.get(variant.file(name, task, tasks.seed), _trained(model, fits, precision, variant, tasks, task))
         model.load_state_dict({key[6:]: value for key, value in kept.items() if key.startswith("model/")})
         precision = kept["precision"]
         sums = {key[5:]: value for key, value in kept.items() if key.startswith("sums/")}

@@ -41,9 +41,7 @@ def read(folder: Folder, cache: Cache, sizes: Sizes, seed: int) -> Task:
     networks = [trained(member) for member in range(sizes.members)]
 
     def through(member: int, name: str) -> Tensor:
-        made = cache.get(
-            f"cameras_{seed}_{member}_{name}", lambda: {"features": features(networks[member], x[name])}
-        )
+        made = cache.get(f"cameras_{seed}_{member}_{name}", lambda: {"features": features(networks[member], x[name])})
         return made["features"]
 
     return on_features([network.head for network in networks], through, y, ())

@@ -30,7 +30,9 @@ def read(name: str, feature: int, folder: Folder, cache: Cache, sizes: Sizes, se
     rest, gap = _around(x[:, feature], seed)
     some, train_rows = held_out(len(rest), len(rest) // 5, seed)
     rows = {"train": rest[train_rows], "validation": rest[some[::2]], INSIDE: rest[some[1::2]], SHIFTED: gap}
-    sets = {part: (_like(x, x[rows["train"]])[index], _like(y, y[rows["train"]])[index]) for part, index in rows.items()}
+    sets = {
+        part: (_like(x, x[rows["train"]])[index], _like(y, y[rows["train"]])[index]) for part, index in rows.items()
+    }
 
     def trained(member: int) -> nn.Module:
         def make() -> nn.Module:

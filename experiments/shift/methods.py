@@ -108,7 +108,9 @@ def _by_validation(la: Laplace, task: Task) -> None:
     la.calibrate(task.validation)
 
 
-def _posterior(name: str, network: nn.Module, task: Task, tune: Callable[[Laplace, Task], None], options: dict) -> Method:
+def _posterior(
+    name: str, network: nn.Module, task: Task, tune: Callable[[Laplace, Task], None], options: dict
+) -> Method:
     start = time.process_time()
     batches = list(zip(*(part.split(BATCH) for part in task.train), strict=True))
     with warnings.catch_warnings():
