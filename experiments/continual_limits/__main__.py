@@ -13,12 +13,11 @@ from dataclasses import replace
 import torch
 from experiments.continual_limits import figure, fromp
 from experiments.continual_limits.fromp import FROMP
+from experiments.continual_limits.report import PAPER, by_variant, table
 from experiments.continual_limits.tasks import read
 from experiments.continual_limits.training import Variant, learn
-from experiments.uq.report import markdown
 from experiments.uq.start import Rows, Study, started
 
-PAPER = [0.9773, 0.9755, 0.9744, 0.9731, 0.9717, 0.9703, 0.9689, 0.9670, 0.9653, 0.9600]  # Daxberger et al. 2021
 VARIANTS = {
     "kron": Variant(),
     "kron, earlier tasks counted t times": Variant(joining="counted"),
@@ -27,7 +26,7 @@ VARIANTS = {
     "kron, prior of the first task": Variant(tuned=False),
     "kron, 50 epochs": Variant(epochs=50),
 }
-FUNCTIONS = {"FROMP, kron": FROMP(structure="kron", tau=100.0), "FROMP, diag": FROMP(tau=1000.0)}
+FUNCTIONS = {"FROMP, diag": FROMP(tau=1000.0), "FROMP, kron": FROMP(tau=1000.0, structure="kron")}
 TASKS: dict[str, int] = {}  # all others see `SHORT`
 SHORT = 5
 QUICK_TASKS, QUICK_EXAMPLES, QUICK_EPOCHS, QUICK_POINTS = 3, 2000, 5, 20
@@ -63,25 +62,6 @@ def run(name: str, variant: Variant | FROMP, study: Study, rows: Rows, seed: int
         row |= {"prior_precision": [round(value, 4) for value in learnt.precision.reshape(-1).tolist()]}
         rows.get(f"{name}/{seed}/{seen}", lambda row=row: row)
         print(row["mean"], row["seconds"], flush=True)
-
-
-def by_variant(rows: dict[str, dict]) -> dict[str, list[float]]:
-    """Return the mean accuracy over the tasks seen, after each task, averaged over seeds."""
-    groups: dict[str, dict[int, list[float]]] = {}
-    for key, row in rows.items():
-        name, _, seen = key.split("/")
-        groups.setdefault(name, {}).setdefault(int(seen), []).append(row["mean"])
-    return {name: [sum(found[t]) / len(found[t]) for t in sorted(found)] for name, found in groups.items()}
-
-
-def table(found: dict[str, list[float]]) -> str:
-    """Return the accuracies as Markdown, the paper's beside them."""
-    rows = {**found, "paper, kron, 100 epochs": PAPER}
-    longest = max(map(len, rows.values()))
-    lines = [
-        [name, *(f"{value:.4f}" for value in means), *["-"] * (longest - len(means))] for name, means in rows.items()
-    ]
-    return markdown(["tasks seen", *map(str, range(1, longest + 1))], lines)
 
 
 def _quick(variant: Variant | FROMP) -> Variant | FROMP:

@@ -74,10 +74,10 @@ class Sizes:
 
     members: int = 3
     examples: int | None = None
-    image_epochs: int = 12
+    image_epochs: int = 10
     head_epochs: int = 20
     encoder_epochs: int = 2
-    steps: int = 3000
+    steps: int = 2000
     features: int | None = None  # features that a gap is made of; all, if None
 
 
