@@ -18,41 +18,47 @@ from experiments.continual_limits.tasks import read
 from experiments.continual_limits.training import Variant, learn
 from experiments.uq.start import Rows, Study, started
 
-VARIANTS = {
+FEW = 20_000  # training images of each task, for the variants that are compared with each other
+VARIANTS: dict[str, Variant | FROMP] = {
     "kron": Variant(),
     "kron, earlier tasks counted t times": Variant(joining="counted"),
     "kron, sum of products": Variant(joining="products"),
     "kron, prior per tensor": Variant(prior_structure="layerwise"),
     "kron, prior of the first task": Variant(tuned=False),
-    "kron, 50 epochs": Variant(epochs=50),
+    "kron, 100 epochs": Variant(epochs=100),
+    "FROMP, diag": FROMP(tau=1000.0),
+    "FROMP, kron": FROMP(tau=1000.0, structure="kron"),
+    "FROMP, kron, points at random": FROMP(tau=1000.0, structure="kron", by_curvature=False),
 }
-FUNCTIONS = {"FROMP, diag": FROMP(tau=1000.0), "FROMP, kron": FROMP(tau=1000.0, structure="kron")}
-TASKS: dict[str, int] = {}  # all others see `SHORT`
-SHORT = 5
-QUICK_TASKS, QUICK_EXAMPLES, QUICK_EPOCHS, QUICK_POINTS = 3, 2000, 5, 20
+WHOLE: dict[str, int] = {"kron": 5}  # what is run with all images, too, and on how many tasks
+TASKS = 5  # with `FEW` images
+QUICK = {"tasks": 3, "examples": 1000, "epochs": 5, "points": 20}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     study = started("continual_limits", __doc__.splitlines()[0], arguments)
-    rows = Rows(study.results, {"examples": QUICK_EXAMPLES if study.quick else None})
+    rows = Rows(study.results, {"quick": QUICK} if study.quick else {"few": FEW})
     for seed in range(study.seeds):
-        for name, variant in {**VARIANTS, **FUNCTIONS}.items():
-            run(name, _quick(variant) if study.quick else variant, study, rows, seed)
+        for name, variant in VARIANTS.items():
+            few = _quick(variant) if study.quick else replace(variant, examples=FEW)
+            run(name, few, QUICK["tasks"] if study.quick else TASKS, study, rows, seed)
+        for name, tasks in {} if study.quick else WHOLE.items():
+            run(name, VARIANTS[name], tasks, study, rows, seed)
     found = by_variant(rows.rows)
     figure.draw(found, PAPER, study.results.with_suffix(".png"))
     print(table(found))
 
 
-def run(name: str, variant: Variant | FROMP, study: Study, rows: Rows, seed: int) -> None:
-    """Learn all tasks, and write a row after each: 'variant/seed/tasks seen'."""
-    n = QUICK_TASKS if study.quick else TASKS.get(name, SHORT)
-    if f"{name}/{seed}/{n}" in rows.rows:
+def run(name: str, variant: Variant | FROMP, n: int, study: Study, rows: Rows, seed: int) -> None:
+    """Learn n tasks, and write a row after each: 'images/variant/seed/tasks seen'."""
+    place = f"{variant.examples}/{name}/{seed}"
+    if f"{place}/{n}" in rows.rows:
         return
-    tasks = read(study.folder, n, QUICK_EXAMPLES if study.quick else None, seed)
+    tasks = read(study.folder, n, variant.examples, seed)
     file = name.replace(", ", "_").replace(" ", "_")
     if isinstance(variant, FROMP):
-        first = next(learn("", Variant(epochs=variant.epochs), tasks, study.cache))
+        first = next(learn("", Variant(epochs=variant.epochs, examples=variant.examples), tasks, study.cache))
         after = fromp.learn(file, variant, first, tasks, study.cache)
     else:
         after = learn(file, variant, tasks, study.cache)
@@ -60,14 +66,15 @@ def run(name: str, variant: Variant | FROMP, study: Study, rows: Rows, seed: int
         each = [round(value, 4) for value in tasks.accuracies(learnt.model, seen)]
         row = {"mean": round(sum(each) / seen, 5), "each": each, "seconds": round(learnt.seconds, 1)}
         row |= {"prior_precision": [round(value, 4) for value in learnt.precision.reshape(-1).tolist()]}
-        rows.get(f"{name}/{seed}/{seen}", lambda row=row: row)
+        rows.get(f"{place}/{seen}", lambda row=row: row)
         print(row["mean"], row["seconds"], flush=True)
 
 
 def _quick(variant: Variant | FROMP) -> Variant | FROMP:
+    epochs = QUICK["epochs"] * variant.epochs // 25
     if isinstance(variant, FROMP):
-        return replace(variant, epochs=QUICK_EPOCHS, points=QUICK_POINTS)
-    return replace(variant, epochs=QUICK_EPOCHS * variant.epochs // 25)
+        return replace(variant, epochs=epochs, examples=QUICK["examples"], points=QUICK["points"])
+    return replace(variant, epochs=epochs, examples=QUICK["examples"])
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ class FROMP:
         structure: of the Laplace approximation that the kernel is made of.
         epochs: of each task.
         by_curvature: whether the points are those with the largest Lambda, or drawn at random.
+        examples: training images of each task.
     """
 
     points: int = 200
@@ -50,6 +51,7 @@ class FROMP:
     structure: str = "diag"
     epochs: int = 25
     by_curvature: bool = True
+    examples: int = 60_000
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def learn(name: str, fromp: FROMP, first: Learnt, tasks: Tasks, cache: Cache) ->
             seconds = torch.tensor(time.process_time() - start)
             return {**model.state_dict(), "seconds": seconds}
 
-        kept = cache.get(f"{name}_seed{tasks.seed}_task{task}", make)
+        kept = cache.get(f"{name}_{fromp.examples}_seed{tasks.seed}_task{task}", make)
         seconds = float(kept.pop("seconds"))
         model.load_state_dict(kept)
         yield replace(first, model=model, seconds=seconds)

@@ -56,8 +56,8 @@ class Tasks:
         return [float((labels == self.test_y).float().mean()) for labels in found]
 
 
-def read(folder: Folder, tasks: int, examples: int | None, seed: int) -> Tasks:
-    """Read mnist.npz; `examples` training images, or all."""
+def read(folder: Folder, tasks: int, examples: int, seed: int) -> Tasks:
+    """Read mnist.npz; the first `examples` training images."""
     raw = folder.arrays("mnist")
     x, test_x = (torch.from_numpy(raw[key]).flatten(1).float() / 255 for key in ("x_train", "x_test"))
     y, test_y = (torch.from_numpy(raw[key]).long() for key in ("y_train", "y_test"))

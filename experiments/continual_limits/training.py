@@ -30,6 +30,7 @@ class Variant:
         joining: how the curvature of earlier tasks is joined (joining.py).
         tuned: whether delta is tuned on every task, or on the first alone.
         structure: what is kept of the curvature.
+        examples: training images of each task.
     """
 
     epochs: int = 25
@@ -37,12 +38,13 @@ class Variant:
     joining: str = "factors"
     tuned: bool = True
     structure: str = "kron"
+    examples: int = 60_000
 
     def file(self, name: str, task: int, seed: int) -> str:
         """Return the name of a task's file. The first two tasks do not depend on how tasks are joined."""
         same = f"{self.structure}_{self.prior_structure}_{self.epochs}"
         own = name if task > 1 else same if task == 0 or self.tuned else f"{same}_first"
-        return f"{own}_seed{seed}_task{task}"
+        return f"{own}_{self.examples}_seed{seed}_task{task}"
 
 
 @dataclass(frozen=True)

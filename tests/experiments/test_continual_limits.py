@@ -122,10 +122,10 @@ def test_the_study_runs_at_toy_size_and_goes_on_where_it_was(tmp_path):
     assert results.with_suffix(".png").exists()
     for name in ("kron", "kron, sum of products", "kron, prior per tensor", "FROMP, diag"):
         for seen in (1, 2, 3):
-            row = rows[f"{name}/0/{seen}"]
+            row = rows[f"1000/{name}/0/{seen}"]
             assert len(row["each"]) == seen
             assert row["mean"] == pytest.approx(sum(row["each"]) / seen, abs=1e-4)
-    assert len(rows["kron, prior per tensor/0/3"]["prior_precision"]) == 6
+    assert len(rows["1000/kron, prior per tensor/0/3"]["prior_precision"]) == 6
     written = results.stat().st_mtime_ns
     assert run().returncode == 0
     assert results.stat().st_mtime_ns == written  # nothing was computed again
