@@ -23,11 +23,11 @@ VARIANTS: dict[str, Variant | FROMP] = {
     "kron": Variant(),
     "kron, earlier tasks counted t times": Variant(joining="counted"),
     "kron, sum of products": Variant(joining="products"),
-    "kron, prior per tensor": Variant(prior_structure="layerwise"),
     "kron, prior of the first task": Variant(tuned=False),
-    "kron, 100 epochs": Variant(epochs=100),
     "FROMP, diag": FROMP(tau=1000.0),
     "FROMP, kron": FROMP(tau=1000.0, structure="kron"),
+    "kron, prior per tensor": Variant(prior_structure="layerwise"),
+    "kron, 100 epochs": Variant(epochs=100),
     "FROMP, kron, points at random": FROMP(tau=1000.0, structure="kron", by_curvature=False),
 }
 WHOLE: dict[str, int] = {"kron": 5}  # what is run with all images, too, and on how many tasks

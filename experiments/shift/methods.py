@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
-from experiments.shift.sets import INSIDE, SHIFTED, Labelled, Task
+from experiments.shift.sets import INSIDE, Labelled, Task
 from experiments.uq.methods import Method
 from experiments.uq.scores import averaged, scores
 from torch import Tensor, nn
@@ -37,15 +38,18 @@ def methods(task: Task) -> Iterator[Method]:
 
 
 def scores_of(tasks: list[Task]) -> dict[str, dict]:
-    """Return the scores of each method, averaged over tasks, and the NLL under shift of each task."""
+    """Return the scores of each method, averaged over tasks. With several, the median NLL and that of each, too."""
     rows: dict[str, list[dict]] = {}
     for task in tasks:
         for method in methods(task):
             rows.setdefault(method.name, []).append(scored(method, task))
     found = {name: rounded(averaged(each)) for name, each in rows.items()}
-    for name, each in rows.items():
-        if len(each) > 1:
-            found[name]["shifted_nll_of_each"] = [round(row["sets"][SHIFTED]["nll"], 3) for row in each]
+    if len(tasks) > 1:
+        for name, each in rows.items():
+            for which, own in found[name]["sets"].items():
+                nlls = [round(row["sets"][which]["nll"], 3) for row in each]
+                own["median_nll"] = median(nlls)
+                found[name][f"nll_{which}_of_each"] = nlls
     return found
 
 

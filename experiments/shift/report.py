@@ -6,7 +6,13 @@ from experiments.uq.report import markdown
 from experiments.uq.scores import averaged
 
 Found = dict[str, dict[str, dict]]  # task -> method -> scores, averaged over seeds and features
-COLUMNS = {"nll": "NLL", "ece": "ECE", "calibration_error": "calibration error", "accuracy": "accuracy"}
+COLUMNS = {
+    "nll": "NLL",
+    "median_nll": "median NLL",
+    "ece": "ECE",
+    "calibration_error": "calibration error",
+    "accuracy": "accuracy",
+}
 COLUMNS |= {"rmse": "RMSE", "coverage_90": "90 % intervals hold"}
 
 
