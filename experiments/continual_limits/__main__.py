@@ -21,16 +21,16 @@ from experiments.uq.start import Rows, Study, started
 FEW = 20_000  # training images of each task, for the variants that are compared with each other
 VARIANTS: dict[str, Variant | FROMP] = {
     "kron": Variant(),
-    "kron, earlier tasks counted t times": Variant(joining="counted"),
     "kron, sum of products": Variant(joining="products"),
+    "kron, earlier tasks counted t times": Variant(joining="counted"),
     "kron, prior of the first task": Variant(tuned=False),
-    "FROMP, diag": FROMP(tau=1000.0),
-    "FROMP, kron": FROMP(tau=1000.0, structure="kron"),
+    "kron, counted t times, prior of the first task": Variant(joining="counted", tuned=False),
     "kron, prior per tensor": Variant(prior_structure="layerwise"),
     "kron, 100 epochs": Variant(epochs=100),
-    "FROMP, kron, points at random": FROMP(tau=1000.0, structure="kron", by_curvature=False),
+    "FROMP, diag": FROMP(tau=1000.0),
+    "FROMP, kron": FROMP(tau=1000.0, structure="kron"),
 }
-WHOLE: dict[str, int] = {"kron": 5}  # what is run with all images, too, and on how many tasks
+WHOLE = {"kron": 5, "kron, counted t times, prior of the first task": 10}  # with all images, too: on so many tasks
 TASKS = 5  # with `FEW` images
 QUICK = {"tasks": 3, "examples": 1000, "epochs": 5, "points": 20}
 
