@@ -158,6 +158,20 @@ def configurations(found: dict) -> str:
     return markdown([*PARTS, "NLL", "AUROC, confidence", "AUROC, epistemic"], lines)
 
 
+def shift(found: dict) -> str:
+    """Return the tables of `shift`, one for each task."""
+    from experiments.shift.report import by_task, tables
+
+    return tables(by_task(found["rows"]))
+
+
+def limits(found: dict) -> str:
+    """Return the accuracies of `continual_limits`, with the paper's."""
+    from experiments.continual_limits.report import by_variant, table
+
+    return table(by_variant(found["rows"]))
+
+
 PLACES: dict[str, Callable[[dict], str]] = {
     "uq-cifar10": cifar,
     "uq-mnist": mnist,
@@ -165,6 +179,8 @@ PLACES: dict[str, Callable[[dict], str]] = {
     "three-steps": steps,
     "selection": selection,
     "configurations": configurations,
+    "shift": shift,
+    "continual-limits": limits,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What limits learning one task after another: epochs, priors, how the tasks' curvature is joined; and FROMP beside."""
