@@ -69,8 +69,8 @@ class KronBlock(EigenbasisBlock):
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
         self.inputs_left = any(key.startswith("A_left") for key in sums)
-        a, count = "A_left" if self.inputs_left else "A", sums["count"]
-        self.alpha, inputs = _decomposed({k: v / count.to(v) for k, v in sums.items() if k[0] == "A"}, a, eigh)
+        self.alpha, inputs = _decomposed(sums, "A_left" if self.inputs_left else "A", eigh)
+        self.alpha = self.alpha / sums["count"].to(self.alpha)
         self.beta, outputs = _decomposed(sums, "b" if "b" in sums else "B", eigh)
         self.left, self.right = (inputs, outputs) if self.inputs_left else (outputs, inputs)
         self.like = self.beta
