@@ -313,8 +313,8 @@ class GramSum:
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
         m, d = rows.shape
-        if m >= _ENOUGH and (m >= 2 * d or self.total is not None or self._filled):
-            self._empty()
+        many = m >= 2 * d or (d >= _MANY and self._seen >= 2 * d)  # fewer are collected: a product would be in float64
+        if m >= _ENOUGH and many:
             self._take(rows)
             return
         if self._buffer is None:

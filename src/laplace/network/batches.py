@@ -217,16 +217,23 @@ class Inputs:
 
     def _watch(self, model: nn.Module) -> None:
         """Watch what a replica reads and writes, before its first run."""
-        if not is_unwatched(model):
-            return
-        few = self.part(0, EXAMPLES).map(torch.clone).singles()
+        if is_unwatched(model):
+            self.part(0, EXAMPLES).watched(model)
 
-        def run(replica: nn.Module) -> None:
-            args, named = few._arguments(replica)
+    def watched(self, model: nn.Module) -> Tensor | None:
+        """Watch a run on these inputs, of another replica. Return its logits, or None if it failed."""
+
+        def run(replica: nn.Module) -> Any:
+            own = self.map(torch.clone)  # a network may write to its inputs
+            args, named = own.singles()._arguments(replica)
             with as_called():
-                replica(*args, **named, **few.kwargs)
+                return replica(*args, **named, **own.kwargs)
 
-        watch(model, run)
+        output = watch(model, run)
+        try:
+            return None if output is None else self.combined(logits(output))
+        except LaplaceError:  # the actual run raises it again
+            return None
 
     def call_with_labels(self, model: nn.Module, y: Tensor) -> Any:
         """Call the network with its labels, too, and return all its outputs, such as a loss of its own."""
