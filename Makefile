@@ -47,9 +47,10 @@ lint: $(STAMP)  ## Check style, format and types
 docs: $(DOCS)  ## Build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(STAMP)  ## Time and memory of fit and prediction, last layer and all weights, beside laplace-torch
+bench: $(STAMP)  ## Time and memory of fit and prediction, last layer and all weights, beside laplace-torch and curvlinops
 	$(BIN)/python benchmarks/last_layer.py
 	$(BIN)/python benchmarks/all_weights.py
+	$(BIN)/python benchmarks/beside_curvlinops.py
 
 bench-quick: $(STAMP)  ## Compare a few speed ratios with the committed ones, in under two minutes (QUICK=--report: never fail if busy)
 	$(BIN)/python benchmarks/quick.py $(QUICK)
