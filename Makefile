@@ -21,10 +21,10 @@ endif
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test browser lint docs bench clients clean
+.PHONY: help demo test browser lint docs bench bench-quick clients clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## Train, make Bayesian, compare: a table, two figures and report pages, in under a minute
 	$(BIN)/laplace demo
@@ -47,9 +47,13 @@ lint: $(STAMP)  ## Check style, format and types
 docs: $(DOCS)  ## Build the documentation into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(STAMP)  ## Time and memory of fit and prediction, last layer and all weights, beside laplace-torch
+bench: $(STAMP)  ## Time and memory of fit and prediction, last layer and all weights, beside laplace-torch and curvlinops
 	$(BIN)/python benchmarks/last_layer.py
 	$(BIN)/python benchmarks/all_weights.py
+	$(BIN)/python benchmarks/beside_curvlinops.py
+
+bench-quick: $(STAMP)  ## Compare a few speed ratios with the committed ones, in under two minutes (QUICK=--report: never fail if busy)
+	$(BIN)/python benchmarks/quick.py $(QUICK)
 
 clients: $(STAMP)  ## Run the tests of laplace-torch and of libraries that use it against this package (CLIENTS=... for some)
 	$(BIN)/python benchmarks/clients.py $(CLIENTS)

@@ -118,3 +118,28 @@ class ProjectedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         return self.relu(out + (x if self.shortcut is None else self.shortcut(x)))
+
+
+def small_transformer() -> nn.Module:
+    """Two blocks of attention over 16 tokens of width 64, (N, 16, 64) -> (N, 10), in eval mode."""
+    return SmallTransformer(64, 2).eval()
+
+
+class SmallTransformer(nn.Module):
+    """Attention with four heads and an MLP of four times the width, by linear layers alone; the mean of all tokens."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.heads = 4
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, T, D) -> (N, 10)
+        for qkv, out, up, down in zip(self.qkv, self.out, self.up, self.down, strict=True):
+            q, k, v = qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            x = x + down(F.gelu(up(x)))
+        return self.head(x.mean(1))

@@ -61,8 +61,8 @@ def _watch(replica: nn.Module, inputs: Inputs, learned: Learned) -> None:
 
 def _sites(replica: nn.Module, layout: Layout) -> dict[str, list[str]]:
     """Return where each tensor is registered: at several places if it is tied."""
-    names = {id(p): name for name, p in replica.named_parameters() if name in set(layout.names)}
     sites: dict[str, list[str]] = {name: [] for name in layout.names}
+    names = {id(p): name for name, p in replica.named_parameters() if name in sites}
     for path, module in replica.named_modules():
         for key, p in module._parameters.items():
             if p is not None and id(p) in names:
@@ -231,11 +231,11 @@ def _differing(
         difference = float((got - want.flatten()).abs().max())
         if not difference <= each * size + all_:
             failed[name] = difference, size
-    return _beyond_rounding(failed, f, dict(replica.named_parameters()), v)
+    return _beyond_rounding(failed, f, replica, v)
 
 
 def _beyond_rounding(
-    failed: dict[str, tuple[float, float]], f: Tensor, parameters: Mapping[str, Tensor], v: Tensor
+    failed: dict[str, tuple[float, float]], f: Tensor, replica: nn.Module, v: Tensor
 ) -> dict[str, tuple[float, float]]:
     """Drop gradients that are nothing but rounding, as that of a key's bias, which softmax cancels.
 
@@ -243,6 +243,7 @@ def _beyond_rounding(
     """
     if not failed:
         return failed
+    parameters = dict(replica.named_parameters())
     tracked = [parameters[name] for name in failed]
     share = v * torch.rand(v.shape, generator=torch.Generator().manual_seed(0)).to(v)
     parts = [torch.autograd.grad(f, tracked, one, retain_graph=True) for one in (v, share, v - share)]

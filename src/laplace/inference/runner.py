@@ -34,7 +34,7 @@ from laplace.network.kept import replicate_to_keep
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import replicate, unwrap
 from laplace.network.sharded import settle
-from laplace.network.sharing import Sharing, outputs_of
+from laplace.network.sharing import Sharing, outputs_of, outputs_twice
 from laplace.posterior.posterior import Fit
 from laplace.predictive.positions import Positions
 from laplace.spec import Spec, require_served
@@ -126,7 +126,7 @@ class Runner:
         """
         few = inputs.part(0, EXAMPLES)
         fewer = few.part(0, 2) if linear and (few.size or 0) > 2 else few
-        f, again = self.outputs(few), self.outputs(fewer)
+        f, again = outputs_twice(self.model, few, fewer)
         if f.dim() == 2 and not all_finite(f):  # at positions, some outputs may not count
             seen = f"looking at the first {how_many(len(f), 'example')}: "
             check_finite(f, f"{seen}the network's outputs hold", why=self._damaged())

@@ -7,6 +7,8 @@ An error E of a positive semi-definite matrix M does no harm, however small the 
 no variance changes by more than a share s. The same then holds for sums of such matrices. An error of norm e does so if
 the smallest eigenvalue of M is at least e / s, which a Cholesky factorisation of M - e / s I shows. It costs D^3 / 3
 multiplications, a small part of what it saves. A decomposition shows it itself.
+
+With a prior precision delta, M + delta I stands in place of M: a prior far above e makes float32 enough for any M.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from torch import Tensor
 # Errors were measured: see the two functions. The bounds leave 0.3 % of a variance to rounding, of the 1 % promised.
 _PRODUCTS = 1e-4  # smallest eigenvalue for products of up to 64 columns, at a unit diagonal
 _DECOMPOSED = 1e-3  # smallest eigenvalue for a decomposition, relative to the norm
+_ERROR = 3e-6  # of a decomposition in float32, relative to the norm
+_COVERED = 1e-4  # share of a variance that an error may change by unasked, no more than other rounding in float32 does
 _STRIDE = 2
 
 
@@ -38,6 +42,11 @@ def least_in_float32(matrix: Tensor) -> Tensor:  # (D, D) -> ()
     Its error is 3e-6 of the largest eigenvalue, which is at most the largest sum of a row.
     """
     return _DECOMPOSED * torch.linalg.vector_norm(matrix, 1, dim=-1).max()
+
+
+def prior_covers(delta: float, largest: float) -> bool:
+    """Whether a prior precision makes up for a decomposition in float32 of a matrix of the norm `largest`."""
+    return _ERROR * largest <= _COVERED * delta
 
 
 def may_exceed(matrix: Tensor, least: Tensor, constant: bool) -> bool:  # (D, D), in float32

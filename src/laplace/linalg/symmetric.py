@@ -28,7 +28,7 @@ _WIDE = 256  # columns from which decompositions in float32 are worth asking whe
 _FOLDED = 2**11  # rows whose float32 products are summed in float32, before they are added to a sum in float64
 _SEED = 0xE16
 _APART = 1e-6  # relative gap of eigenvalues' roots from which eigenvectors are well determined
-_BLURRED = 1e-8  # rounding of a sum of float32 products, relative to its largest eigenvalue
+BLURRED = 1e-8  # rounding of a sum of float32 products, relative to its largest eigenvalue
 TOLERATED = 0.05  # share of a variance that may be rounding without a warning
 _ROUNDED = {torch.float64: 1e-11}  # relative to the largest eigenvalue: smaller negative ones are rounding
 
@@ -143,11 +143,12 @@ def cholesky(matrix: Tensor) -> Tensor:  # (..., D, D) -> (..., D, D)
 
 
 def eigh(
-    matrix: Tensor, dtype: torch.dtype, ties: bool = False
+    matrix: Tensor, dtype: torch.dtype, ties: bool = False, rounded: bool = False
 ) -> tuple[Tensor, Tensor, Clipped]:  # (..., D, D) -> (..., D), (..., D, D), how many were below zero
     """Return eigenvalues clipped at zero, and eigenvectors, of positive semi-definite matrices in `dtype`.
 
-    With `ties`, the eigenvectors of equal eigenvalues do not depend on rounding: see `settled`.
+    With `ties`, the eigenvectors of equal eigenvalues do not depend on rounding: see `settled`. With `rounded`, what
+    `may_be_rounded` is decomposed in float32: an error of 3e-6 of the largest eigenvalue is then taken.
 
     The work is in float64 up to 1,024 dimensions, and for sums in float64, except for wide matrices that are so well
     conditioned that float32 gives the same variances. If the rows of a matrix sum to zero, as those of softmax do, the
@@ -159,12 +160,12 @@ def eigh(
     work = matrix.double() if d <= _PRECISE or matrix.dtype == torch.float64 else matrix.to(dtype)
     decompose = _eigh_without_constant if constant else spectrum
     found = None
-    if d > _WIDE and single and not ties and dtype == torch.float32:
-        rounded = work.float().reshape(d, d)
-        least = least_in_float32(rounded)
-        if may_exceed(rounded, least, constant):
-            found = decompose(rounded)
-            found = found if found[0][int(constant)] >= least else None
+    if may_be_rounded(matrix, dtype) and not ties:
+        short = work.float().reshape(d, d)
+        least = least_in_float32(short)
+        if rounded or may_exceed(short, least, constant):
+            found = decompose(short)
+            found = found if rounded or found[0][int(constant)] >= least else None
     if found is None:
         found = decompose(work.reshape(d, d) if single else work)
     values, vectors = found[0].reshape(matrix.shape[:-1]), found[1].reshape(matrix.shape)
@@ -173,6 +174,11 @@ def eigh(
         ground = _APART**2 if work.dtype == torch.float64 else 1.0  # float32 sums have one rounding error for all
         vectors = settled(values, vectors, _APART, ground)
     return values.to(dtype), vectors.to(dtype).contiguous(), clipped
+
+
+def may_be_rounded(matrix: Tensor, dtype: torch.dtype) -> bool:  # (..., D, D)
+    """Whether a matrix is wide enough for a decomposition in float32 to save much, in a posterior of `dtype`."""
+    return matrix.shape[-1] > _WIDE and matrix.shape[:-2].numel() == 1 and dtype == torch.float32
 
 
 def settled(
@@ -220,8 +226,8 @@ def blurred(values: Tensor) -> float:  # (..., D), of a float32 network
     if values.shape[-1] <= NARROW or values.dtype == torch.float64:
         return 0.0
     relative = values / values.amax(-1, keepdim=True)
-    doubtful = (relative > 1e-13) & (relative < _BLURRED / TOLERATED)
-    return _BLURRED if doubtful.any() else 0.0
+    doubtful = (relative > 1e-13) & (relative < BLURRED / TOLERATED)
+    return BLURRED if doubtful.any() else 0.0
 
 
 def or_double(dtype: torch.dtype) -> str:
@@ -307,8 +313,8 @@ class GramSum:
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
         m, d = rows.shape
-        if m >= _ENOUGH and (m >= 2 * d or self.total is not None or self._filled):
-            self._empty()
+        many = m >= 2 * d or (d >= _MANY and self._seen >= 2 * d)  # fewer are collected: a product would be in float64
+        if m >= _ENOUGH and many:
             self._take(rows)
             return
         if self._buffer is None:

@@ -76,6 +76,8 @@ class Inputs:
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Inputs:
         """Return the inputs with f applied to every tensor, keyword arguments included."""
+        if isinstance(self.x, Tensor) and not self.kwargs:
+            return Inputs(f(self.x), self.kwargs, self.keys, self.pairs, self.shared)
         x = map_tensors(self.x, f)  # x first, as in `tensors`
         return replace(self, x=x, kwargs=map_tensors(dict(self.kwargs), f) if self.kwargs else self.kwargs)
 
@@ -132,6 +134,8 @@ class Inputs:
     @property
     def size(self) -> int | None:
         """Return the number of examples, or None if the examples' tensors differ in their leading size."""
+        if isinstance(self.x, Tensor) and not self.shared:
+            return (self.x.shape[0] or None) if self.x.dim() else None
         if is_graph(self.x):  # cannot be cut by rows
             return None
         own = tensors_in(self.x)
@@ -167,6 +171,8 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors: those in x, then those in keyword arguments."""
+        if isinstance(self.x, Tensor) and not self.kwargs:
+            return [self.x]
         return [*tensors_in(self.x), *tensors_in(self.kwargs)] if self.kwargs else tensors_in(self.x)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
@@ -217,16 +223,23 @@ class Inputs:
 
     def _watch(self, model: nn.Module) -> None:
         """Watch what a replica reads and writes, before its first run."""
-        if not is_unwatched(model):
-            return
-        few = self.part(0, EXAMPLES).map(torch.clone).singles()
+        if is_unwatched(model):
+            self.part(0, EXAMPLES).watched(model)
 
-        def run(replica: nn.Module) -> None:
-            args, named = few._arguments(replica)
+    def watched(self, model: nn.Module) -> Tensor | None:
+        """Watch a run on these inputs, of another replica. Return its logits, or None if it failed."""
+
+        def run(replica: nn.Module) -> Any:
+            own = self.map(torch.clone)  # a network may write to its inputs
+            args, named = own.singles()._arguments(replica)
             with as_called():
-                replica(*args, **named, **few.kwargs)
+                return replica(*args, **named, **own.kwargs)
 
-        watch(model, run)
+        output = watch(model, run)
+        try:
+            return None if output is None else self.combined(logits(output))
+        except LaplaceError:  # the actual run raises it again
+            return None
 
     def call_with_labels(self, model: nn.Module, y: Tensor) -> Any:
         """Call the network with its labels, too, and return all its outputs, such as a loss of its own."""

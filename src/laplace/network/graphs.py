@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from laplace.errors import InputError
 
 LABELS = "y"  # the attribute of labels
+_PLAIN = frozenset({Tensor, tuple, list, dict, type(None)})  # what nearly all values are
 
 
 def is_graph(value: object) -> bool:
     """Whether a value is graph data: an object with edges that can apply a function to its tensors."""
     kind = type(value)
+    if kind in _PLAIN:
+        return False
     return callable(getattr(kind, "apply", None)) and callable(getattr(kind, "to_dict", None)) and _has_edges(value)
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from laplace.network.graphs import is_graph, map_graph, tensors_of
 
 
-def tensors_in(value: object) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors, in the order in which `map_tensors` visits them."""
     if isinstance(value, Tensor):
         return [value]
+    if type(value) in (tuple, list) and all(type(item) is Tensor for item in value):
+        return list(value)
     return [tensor for item in _items(value) for tensor in tensors_in(item)]
 
 

@@ -19,6 +19,7 @@ from laplace.linalg.autocast import rounding
 from laplace.network.batches import Inputs
 from laplace.network.graphs import is_graph
 from laplace.network.replica import replicate
+from laplace.network.watching import is_unwatched
 
 _EXAMPLES = 5  # how many are taken out, from the last to the first
 _MOST = 5  # up to so many tensors all subsets are tried; of more, only single ones
@@ -60,6 +61,19 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
     """Run the network once without recording anything. Inputs are cloned, because a network may write to them."""
     with torch.inference_mode(False), torch.no_grad():
         return inputs.map(torch.clone).call(replicate(model))
+
+
+def outputs_twice(model: nn.Module, first: Inputs, second: Inputs) -> tuple[Tensor, Tensor]:
+    """Run the network on a few examples, and again on these or fewer, each time as if it had never run before.
+
+    A run that has to be watched is the first of the two.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        replica = replicate(model)
+        f = first.watched(replica) if is_unwatched(replica) else None
+        if f is None:
+            return outputs_of(model, first), outputs_of(model, second)
+        return f, second.map(torch.clone).call(replica)
 
 
 def _leading(tensors: list[Tensor], n: int) -> frozenset[int]:

@@ -9,7 +9,7 @@ changed, operation by operation, on a few examples. Which tensors are written to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,8 @@ from laplace.network.replica import UNWATCHED, known_writes, plain_name, replica
 
 EXAMPLES = 5  # examples in a watched run
 _TRAINING = {"native_batch_norm": (3, 4, 5), "cudnn_batch_norm": (3, 4, 5), "miopen_batch_norm": (3, 4, 5)}
+
+Value = TypeVar("Value")
 
 _unregistered: WeakKeyDictionary[nn.Module, list[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -41,8 +43,10 @@ def is_unwatched(replica: nn.Module) -> bool:
     return UNWATCHED in replica.__dict__
 
 
-def watch(replica: nn.Module, run: Callable[[nn.Module], object]) -> None:
+def watch(replica: nn.Module, run: Callable[[nn.Module], Value]) -> Value | None:
     """Run a second replica under watch, then give this one its own copy of every tensor that is written to.
+
+    Returns what the run gave, or None if it failed.
 
     Raises:
         ModelError: the network reaches its own modules other than through the replica.
@@ -50,11 +54,11 @@ def watch(replica: nn.Module, run: Callable[[nn.Module], object]) -> None:
     model: nn.Module = replica.__dict__.pop(UNWATCHED)
     written: frozenset[str] = frozenset()
     while True:
-        copy = replicate(model, written=written)
+        copy, found = replicate(model, written=written), None
         guard = _Guard(model, copy)
         try:
             with guard:
-                run(copy)
+                found = run(copy)
         except Exception:  # noqa: S110  any error of the network: the actual run raises it again and reports it
             pass
         if guard.outside is not None:
@@ -72,6 +76,7 @@ def watch(replica: nn.Module, run: Callable[[nn.Module], object]) -> None:
         theirs = {id(t) for _, t in _state(model)}  # scripted modules are not copied
         for t in {id(t): t for name, t in _state(replica) if name in written and id(t) not in theirs}.values():
             _unshare(t)
+    return found
 
 
 def _unshare(t: Tensor) -> None:

@@ -88,6 +88,11 @@ class Block(ABC):
         """Return the value that rounding of the sums may give to a zero eigenvalue of H."""
         return 0.0
 
+    @property
+    def blur_bound(self) -> float:
+        """Return a number that `blur` does not exceed, for blocks that know one before they know `blur`."""
+        return self.blur
+
     @abstractmethod
     def gaussian(self, scale: Tensor, precision: Any) -> BlockGaussian:
         """Return N(0, (s H + D)^-1). D is a scalar, a vector, or a matrix if the structure accepts one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from laplace.budget import Budget
 from laplace.errors import OptionError, warn
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.sketch import nystroem, reflections
-from laplace.linalg.symmetric import TOLERATED, Clipped, total
+from laplace.linalg.symmetric import TOLERATED, Clipped, may_be_rounded, total
 from laplace.structures.base import Contribution, Structure, Sums
 from laplace.structures.block import Block, BlockGaussian
-from laplace.structures.dealing import decomposed
+from laplace.structures.dealing import Solved, decomposed
 from laplace.structures.gaussian import Curvature, Gaussian, Traces, require_pairs
 from laplace.weights.layout import Layout
 
@@ -133,9 +134,11 @@ class BlockCurvature(Curvature):
 
     def _say_what_is_blurred(self, scale: Tensor, precision: Sequence[Tensor | Kronecker]) -> None:
         """Warn, once, if the prior precision is not far above the rounding errors of float32 sums."""
-        blocks = [(name, b.blur, d) for name, b, d in zip(self.layout.names, self.blocks, precision, strict=True)]
-        needed = {name: float(scale.detach()) * blur / TOLERATED for name, blur, _ in blocks if blur}
-        lost = [name for name, blur, d in blocks if blur and _smallest(d) < needed[name]]
+        blocks = list(zip(self.layout.names, self.blocks, precision, strict=True))
+        share = float(scale.detach()) / TOLERATED
+        near = [(n, b, _smallest(d)) for n, b, d in blocks if b.blur_bound and _smallest(d) < share * b.blur_bound]
+        needed = {name: share * b.blur for name, b, smallest in near if b.blur and smallest < share * b.blur}
+        lost = list(needed)
         if lost:
             self._said = True
             worst = max(lost, key=needed.__getitem__)
@@ -256,11 +259,19 @@ class Eigh:
         for other, result in self.seen:
             if other.shape == matrix.shape and torch.equal(other, matrix):
                 return result
-        values, vectors, clipped = decomposed(matrix, self.dtype, self.ties)
+        values, vectors, clipped = self._decomposed(matrix)
         self.clipped += clipped
         result = values, Basis(vectors)
         self.seen.append((matrix, result))
         return result
+
+    @cached_property
+    def in_float32(self) -> RoundedEigh:
+        """Return what decomposes wide matrices in float32."""
+        return RoundedEigh(self)
+
+    def _decomposed(self, matrix: Tensor) -> Solved:
+        return decomposed(matrix, self.dtype, self.ties)
 
     def of_sketch(self, sketch: Tensor, trace: Tensor) -> tuple[Tensor, Basis]:  # (Gr, D, R), (Gr,) -> (Gr, D), Q
         """Return the eigenvalues and a basis of a matrix of which a sketch was kept."""
@@ -279,3 +290,17 @@ class Eigh:
                 return other
         self.bases.append(Basis(vectors.to(self.dtype)))
         return self.bases[-1]
+
+
+class RoundedEigh(Eigh):
+    """Decomposes wide matrices in float32, for priors that cover its rounding. Leaves others to `exact`."""
+
+    def __init__(self, exact: Eigh) -> None:
+        super().__init__(exact.dtype, exact.ties)
+        self.exact = exact
+
+    def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
+        return super().__call__(matrix) if may_be_rounded(matrix, self.dtype) else self.exact(matrix)
+
+    def _decomposed(self, matrix: Tensor) -> Solved:
+        return decomposed(matrix, self.dtype, self.ties, rounded=True)

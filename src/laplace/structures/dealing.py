@@ -45,10 +45,15 @@ class _Jobs:
 _jobs: ContextVar[_Jobs | None] = ContextVar("jobs", default=None)
 
 
-def decomposed(matrix: Tensor, dtype: torch.dtype, ties: bool) -> Solved:
+def decomposed(matrix: Tensor, dtype: torch.dtype, ties: bool, rounded: bool = False) -> Solved:
     """Return the eigendecomposition of positive semi-definite matrices; or note it, while decompositions are noted."""
     jobs = _jobs.get()
-    return eigh(matrix, dtype, ties) if jobs is None else jobs(matrix, dtype, ties)
+    return eigh(matrix, dtype, ties, rounded) if jobs is None else jobs(matrix, dtype, ties)
+
+
+def dealing() -> bool:
+    """Whether decompositions are dealt out just now, so that all of them have to be asked for at once."""
+    return _jobs.get() is not None
 
 
 def dealt_out(make: Callable[[], Value], reduce: Reduce) -> Value:

@@ -14,13 +14,15 @@ from torch import Tensor
 from laplace.backprop.gradients import MomentsOf
 from laplace.checks import choice, shown, whole_number
 from laplace.errors import NumericalError, OptionError
-from laplace.linalg.symmetric import EIGH, SYMMETRIC, GramRows
+from laplace.linalg.symmetric import EIGH, SYMMETRIC, GramRows, may_be_rounded
 from laplace.structures.base import Contribution, Forms, Sums
 from laplace.structures.block import Block
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
+from laplace.structures.dealing import dealing
 from laplace.structures.dense import DENSE, DenseBlock, dense_bytes, dense_form, dense_work
 from laplace.structures.diag import DiagBlock
 from laplace.structures.kron_block import KronBlock
+from laplace.structures.kron_wide import WideKronBlock
 
 DENSE_LIMIT = 1024  # a tensor without a Kronecker form gets a dense block up to so many weights, else a diagonal
 WIDE = 8192  # if a layer has more outputs (a vocabulary), only the diagonal of B is kept
@@ -170,6 +172,11 @@ class Kron(BlockDiagonal):
             return DiagBlock(sums["diag"].clamp(min=0).to(eigh.dtype), shape)
         if "H" in sums:
             return DenseBlock(sums["H"], shape, eigh.dtype)
+        wide = [
+            v for k, v in sums.items() if k in ("A", "A_left", "B") and v.dim() == 3 and may_be_rounded(v, eigh.dtype)
+        ]
+        if wide and not self.damping and not dealing():
+            return WideKronBlock(sums, shape, eigh)
         return KronBlock(sums, shape, self.damping, eigh)
 
 

@@ -25,7 +25,7 @@ from laplace.backprop.asked import Asked
 from laplace.backprop.gradients import Basis, JacobianOf, KroneckerCovariance, rotate_left, rotate_right
 from laplace.errors import OptionError, UnsupportedError
 from laplace.linalg.kronecker import Kronecker
-from laplace.linalg.symmetric import blurred, check_positive
+from laplace.linalg.symmetric import blurred, check_positive, may_be_rounded
 from laplace.structures.base import Sums
 from laplace.structures.block import Block, BlockGaussian
 from laplace.structures.blockdiag import Eigh
@@ -69,8 +69,7 @@ class KronBlock(EigenbasisBlock):
     def __init__(self, sums: Sums, shape: tuple[int, ...], damping: bool | str, eigh: Eigh) -> None:
         self.shape = shape
         self.inputs_left = any(key.startswith("A_left") for key in sums)
-        a, count = "A_left" if self.inputs_left else "A", sums["count"]
-        self.alpha, inputs = _decomposed({k: v / count.to(v) for k, v in sums.items() if k[0] == "A"}, a, eigh)
+        self.alpha, inputs = _mean_decomposed(sums, "A_left" if self.inputs_left else "A", eigh)
         self.beta, outputs = _decomposed(sums, "b" if "b" in sums else "B", eigh)
         self.left, self.right = (inputs, outputs) if self.inputs_left else (outputs, inputs)
         self.like = self.beta
@@ -237,6 +236,15 @@ class WhitenedGaussian(KronGaussian):
     def traces(self, each: bool) -> Traces:
         sigma = self.covariance_times(torch.eye(self.eigenvalues.numel(), dtype=self.eigenvalues.dtype)).double()
         return sigma.trace(), sigma.square().sum()
+
+
+def _mean_decomposed(sums: Sums, key: str, eigh: Eigh) -> tuple[Tensor, Basis | None]:  # (Gr, D), Q
+    """Return the eigenvalues of the mean A of a a^T and their basis, from sums over all positions."""
+    count = sums["count"]
+    if key in sums and sums[key].dim() == 3 and may_be_rounded(sums[key], eigh.dtype):  # wide: eigh keeps no copy
+        values, basis = eigh(sums[key])
+        return values / count.to(values), basis
+    return _decomposed({k: v / count.to(v) for k, v in sums.items() if k[0] == "A"}, key, eigh)
 
 
 def _decomposed(sums: Sums, key: str, eigh: Eigh) -> tuple[Tensor, Basis | None]:  # (Gr, D), Q
