@@ -35,6 +35,7 @@ class Method:
         link: How its Gaussians become probabilities; the default of `predict` if None.
         seconds: CPU seconds of fitting and tuning.
         found: The hyperparameters that were tuned.
+        training: CPU seconds of training the networks, where they were trained here.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Method:
     link: str | None = None
     seconds: float = 0.0
     found: dict[str, float] = field(default_factory=dict)
+    training: float = 0.0
 
     def predict(self, x: Tensor) -> Prediction:
         """Return the prediction, the same in every call."""
@@ -55,6 +57,10 @@ class Method:
     def named(self, name: str) -> Method:
         """Return the same under another name."""
         return replace(self, name=name)
+
+    def after(self, seconds: float) -> Method:
+        """Return the same with the CPU seconds that its networks were trained for."""
+        return replace(self, training=seconds)
 
 
 def single(network: nn.Module) -> Method:
