@@ -25,16 +25,20 @@ from experiments.uq_cifar10.features import LAYERS
 from laplace.rivals import Ensemble, Mixture
 
 SINGLE = ("MAP", "temperature", *POSTERIORS)
+TOGETHER = ("ensemble", "ensemble temperature", *(f"mixture of {name}" for name in POSTERIORS))
+NAMES = (*(f"{name}/{layers}" for name in SINGLE for layers in LAYERS), *TOGETHER)
 WHOLE = (*SINGLE, "LA all weights", "LA all weights calibrated", "SWAG")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     study = started("uq_cifar10", __doc__.splitlines()[0], arguments)
-    images = read(study.folder, study.cache, 400 if study.quick else None)
-    rows = Rows(study.results, {"networks": list(LAYERS), "images": 400 if study.quick else None})
-    for method in methods(images):
-        rows.get(method.name, lambda method=method: _row(method, images))
+    n = 400 if study.quick else None
+    rows = Rows(study.results, {"networks": list(LAYERS), "images": n})
+    if not all(name in rows.rows for name in NAMES):
+        images = read(study.folder, study.cache, n)
+        for method in methods(images):
+            rows.get(method.name, lambda method=method: _row(method, images))
     table = {name: averaged([_scores(rows.rows[f"{name}/{layers}"]) for layers in LAYERS]) for name in SINGLE}
     table |= {name: _scores(row) for name, row in rows.rows.items() if "/" not in name}
     figure.draw(table, study.results.with_suffix(".png"))

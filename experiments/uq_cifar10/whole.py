@@ -34,13 +34,14 @@ Labelled = tuple[Tensor, Tensor]
 class Sizes:
     """How many images are scored and trained on."""
 
-    test: int = 2000
-    corrupted: int = 400  # of each severity
-    outside: int = 750
-    validation: int = 1000  # for posteriors of all weights
+    test: int = 1000
+    corrupted: int = 250  # of each severity
+    outside: int = 400
+    fitted: int = 20_000  # training images that posteriors of all weights are fitted to
+    validation: int = 500  # for posteriors of all weights
     iterates: int = 20  # of SWAG
-    between: int = 2500  # images between two of them
-    renewed: int = 2000  # images for the statistics of BatchNorm
+    between: int = 1250  # images between two of them
+    renewed: int = 1000  # images for the statistics of BatchNorm
     draws: int = 20
 
     @property
@@ -49,7 +50,7 @@ class Sizes:
         return self.test, self.corrupted, self.outside
 
 
-QUICK = Sizes(test=20, corrupted=10, outside=10, validation=20, iterates=3, between=40, renewed=40, draws=2)
+QUICK = Sizes(test=20, corrupted=10, outside=10, fitted=100, validation=20, iterates=3, between=40, renewed=40, draws=2)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def methods(folder: Folder, cache: Cache, sizes: Sizes, n: int | None) -> Iterat
 
 def _all_weights(pixels: Pixels, sizes: Sizes) -> Iterator[Method]:
     """Yield posteriors of all weights: kron with the sketched GGN, one backward pass per batch."""
-    x, y = pixels.train
+    x, y = (t[: sizes.fitted] for t in pixels.train)
     batches, start = list(zip(x.split(BATCH), y.split(BATCH), strict=True)), time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # BatchNorm has no Kronecker form: it is kept as dense blocks
