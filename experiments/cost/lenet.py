@@ -1,4 +1,4 @@
-"""The methods of `uq_mnist`: LeNet on MNIST, everything on all of the training data."""
+"""The methods of `uq_mnist`: LeNet on MNIST, everything on the same half of the training data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Labelled = tuple[Tensor, Tensor]
 
 def lenet_costs(folder: Folder, epochs: int, quick: bool) -> dict:
     """Return the costs of all methods, and the CPU seconds of an epoch and of each fit."""
-    n, inputs, rounds = (256, 100, 1) if quick else (60_000, 2000, 2)
+    n, inputs, rounds = (256, 100, 1) if quick else (30_000, 2000, 2)
     found = digits(folder, n, inputs)
     data, network = found.train, lenet()
     _epoch(network, data)
