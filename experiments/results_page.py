@@ -146,9 +146,12 @@ def selection(found: dict) -> str:
         score = torch.tensor([row["log_likelihood"] for row in rows])
         for subset in SUBSETS:
             evidence = torch.tensor([row[f"evidence_{subset}"] for row in rows])
+            own = torch.tensor([row[f"log_likelihood_{subset}"] for row in rows])
             values = [spearman(evidence, score), *map(float, (score[evidence.argmax()], score.max(), score.median()))]
+            values.append(spearman(evidence, own))
             lines.append([name, str(len(rows)), subset, *(f"{v:.3f}" for v in values)])
-    return markdown(["set", "networks", "evidence of", "rank correlation", "chosen", "best", "median"], lines)
+    names = ["rank correlation", "chosen", "best", "median", "rank correlation with its own predictions"]
+    return markdown(["set", "networks", "evidence of", *names], lines)
 
 
 def structures(found: dict) -> str:

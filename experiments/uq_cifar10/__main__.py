@@ -54,7 +54,9 @@ def slow(study: Study) -> Table:
     if WHOLE[-1] not in rows.rows:
         for method, read_by in whole.methods(study.folder, study.cache, sizes, n):
             rows.get(method.name, lambda method=method, read_by=read_by: _row(method, read_by))
-    return {name: _scores(row) for name, row in rows.rows.items()}
+    table = {name: _scores(row) for name, row in rows.rows.items()}
+    figure.draw(table, path.with_suffix(".png"))
+    return table
 
 
 def methods(images: Images) -> Iterator[Method]:
