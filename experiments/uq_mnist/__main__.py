@@ -25,7 +25,7 @@ from experiments.uq.shuffled import Shuffled
 from experiments.uq.start import Rows, started
 from experiments.uq_mnist import figure
 from experiments.uq_mnist.data import ANGLES, Digits, digits, rotated
-from experiments.uq_mnist.networks import BATCH, Trained, lenet_with_dropout, trained
+from experiments.uq_mnist.networks import BATCH, lenet_with_dropout, trained
 from experiments.uq_mnist.training import cyclical, packed, unpacked, variational
 from torch import Tensor
 
@@ -73,11 +73,12 @@ def main(arguments: list[str] | None = None) -> None:
         if not _there(name):
             print(f"{name} is left out, because {RIVALS[name][0]} is not installed: {RIVALS[name][1]}", flush=True)
     cache = Cache(study.cache.folder / f"epochs_{epochs}")
-    for seed in range(study.seeds):
-        if all(f"{name}/{seed}" in rows.rows for name in _names(sizes.members)):
-            continue  # nothing is fitted to find that all rows are there
-        for method, sets in methods(found, cache, sizes, epochs, seed):
-            rows.get(f"{method.name}/{seed}", lambda method=method, sets=sets: _row(method, sets))
+    for part, names in ((of_last_layers, _quick_names(sizes.members)), (by_draws, _slow_names())):
+        for seed in range(study.seeds):
+            if all(f"{name}/{seed}" in rows.rows for name in names):
+                continue  # nothing is fitted to find that all rows are there
+            for method, sets in part(found, cache, sizes, epochs, seed):
+                rows.get(f"{method.name}/{seed}", lambda method=method, sets=sets: _row(method, sets))
     names = dict.fromkeys(key.split("/")[0] for key in rows.rows)
     table = {name: averaged([_scores(rows.rows[f"{name}/{s}"]) for s in range(study.seeds)]) for name in names}
     figure.draw(table, study.results.with_suffix(".png"))
@@ -107,8 +108,8 @@ def seen(networks: list[Network], sets: Sets, cache: Cache, name: str) -> Sets:
     )
 
 
-def methods(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
-    """Yield everything that is compared, with what it reads."""
+def of_last_layers(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
+    """Yield the methods that need each network once for each image, with the features that they read."""
     first, k = seed * sizes.members, sizes.members
     made = [trained(cache, f"lenet_{i}", lenet, sets.train, epochs, i) for i in range(first, first + k)]
     networks = [one.network for one in made]
@@ -126,20 +127,14 @@ def methods(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> I
             if head is heads[0]:
                 yield method.after(alone), last
     for name, found in members.items():
-        seconds = sum(one.seconds for one in found)
-        yield (
-            Method(f"mixture of {name}", Mixture([one.source for one in found]), found[0].link, seconds).after(
-                together
-            ),
-            last,
-        )
-    yield from _by_draws(sets, cache, sizes, epochs, seed, made[0])
+        mixture, seconds = Mixture([one.source for one in found]), sum(one.seconds for one in found)
+        yield Method(f"mixture of {name}", mixture, found[0].link, seconds).after(together), last
 
 
-def _by_draws(
-    sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int, start: Trained
-) -> Iterator[tuple[Method, Sets]]:
+def by_draws(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
     """Yield the rivals that run the whole network once for each draw. SWAG and VB begin at the trained network."""
+    first = seed * sizes.members
+    start = trained(cache, f"lenet_{first}", lenet, sets.train, epochs, first)
     dropped = trained(cache, f"dropout_{seed}", lenet_with_dropout, sets.train, epochs, seed)
     yield Method("MC dropout", MCDropout(dropped.network, "classification", sizes.draws)).after(dropped.seconds), sets
     begun, swag = time.process_time(), SWAG(start.network, "classification", rank=sizes.iterates, n_samples=sizes.draws)
@@ -147,9 +142,8 @@ def _by_draws(
     swag.run(quarter, n_iterates=sizes.iterates, lr=0.01)
     yield Method("SWAG", swag.draw()).after(start.seconds + time.process_time() - begun), sets
     if _there("VB"):
-        kept = cache.get(
-            f"vb_{seed}", lambda: packed(*variational(start.network, sets.train, epochs, seed, sizes.draws))
-        )
+        begin, draws = start.network, sizes.draws
+        kept = cache.get(f"vb_{seed}", lambda: packed(*variational(begin, sets.train, epochs, seed, draws)))
         drawn, seconds = unpacked(kept)
         yield Method("VB", Ensemble(drawn, "classification")).after(start.seconds + seconds), sets
     if _there("CSGHMC"):
@@ -157,10 +151,13 @@ def _by_draws(
         yield Method("CSGHMC", Ensemble(sampled, "classification")).after(seconds), sets
 
 
-def _names(members: int) -> list[str]:
-    """Return the names of all methods that can be run here."""
+def _quick_names(members: int) -> list[str]:
     together = [f"DE-{members}", f"DE-{members} temperature", *(f"mixture of {name}" for name in POSTERIORS)]
-    return ["MAP", "temperature", *POSTERIORS, *together, "MC dropout", "SWAG", *filter(_there, RIVALS)]
+    return ["MAP", "temperature", *POSTERIORS, *together]
+
+
+def _slow_names() -> list[str]:
+    return ["MC dropout", "SWAG", *filter(_there, RIVALS)]
 
 
 def _there(method: str) -> bool:
