@@ -64,7 +64,7 @@ def cifar10(study: Study) -> Task:
 
 def fmnist(study: Study) -> Task:
     """Return a CNN of 105,866 weights on Fashion-MNIST; unknown are MNIST and Kuzushiji-MNIST."""
-    n, test, outside, epochs = (600, 60, 40, 1) if study.quick else (60_000, TEST, OUTSIDE, study.epochs)
+    n, test, outside, epochs = (600, 60, 40, 1) if study.quick else (20_000, TEST, OUTSIDE, study.epochs)
     (x, y), (new_x, new_y) = (_images(study, "fashion_mnist", part) for part in ("train", "test"))
     x, y, half = x[:n], y[:n], min(VALIDATION, test)
     torch.manual_seed(0)

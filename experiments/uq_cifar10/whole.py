@@ -34,10 +34,10 @@ Labelled = tuple[Tensor, Tensor]
 class Sizes:
     """How many images are scored and trained on."""
 
-    test: int = 1000
-    corrupted: int = 250  # of each severity
-    outside: int = 400
-    fitted: int = 20_000  # training images that posteriors of all weights are fitted to
+    test: int = 800
+    corrupted: int = 200  # of each severity
+    outside: int = 300
+    fitted: int = 10_000  # training images that posteriors of all weights are fitted to
     validation: int = 500  # for posteriors of all weights
     iterates: int = 20  # of SWAG
     between: int = 1250  # images between two of them
