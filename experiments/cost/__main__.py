@@ -5,7 +5,7 @@
 DIR holds the files of `uq_mnist` and of `uq_cifar10`; bayesian-torch and posteriors are needed. CPU seconds on one
 thread, the smallest of a few rounds in which the methods alternate. LeNet on MNIST: training is E epochs for a network,
 E more for variational Bayes, 4 E for cyclical SGHMC, 5 more for SWAG, as in `uq_mnist`. ResNet-20 on CIFAR-10: training
-is 200 epochs of 50,000 images, as published. It is measured on a part of the images and multiplied.
+is 200 epochs of 50,000 images, as published. Passes over the data are measured on a part of it and multiplied.
 """
 
 from __future__ import annotations
