@@ -22,7 +22,7 @@ PARTS = {
     "tuning": TUNINGS,
     "link": LINKS,
 }
-TEST, OUTSIDE, VALIDATION = 1500, 500, 1000  # images; unknown ones of each kind
+TEST, OUTSIDE, VALIDATION = 1000, 400, 1000  # images; unknown ones of each kind
 SUBNETWORK = 300  # weights, those furthest from 0
 CENTRE, SCALE = 0.286, 0.353
 Labelled = tuple[Tensor, Tensor]
