@@ -95,6 +95,13 @@ def cifar(found: dict) -> str:
     return "\n\n".join([*parts, outside(table, paper.CIFAR_AUROC, paper.CIFAR_CONFIDENCE)])
 
 
+def why(found: dict) -> str:
+    """Return the table of `uq_cifar10.why`."""
+    keys = ("train", "test", "shifted", "evidence")
+    lines = [[name, *(str(row.get(key, "-")) for key in keys)] for name, row in found["rows"].items()]
+    return markdown(["prior precision, link", "NLL, training", "NLL, test", "NLL, shifted", "log evidence"], lines)
+
+
 def mnist(found: dict) -> str:
     """Return the tables of `uq_mnist`."""
     table = by_method(found)
@@ -201,6 +208,7 @@ def _cells(row: dict, keys: tuple[str, ...]) -> list[str]:
 
 PLACES: dict[str, Callable[[dict], str]] = {
     "uq-cifar10": cifar,
+    "uq-cifar10-why": why,
     "uq-cifar10-whole": cifar,
     "uq-mnist": mnist,
     "cost": cost,

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
             for curvature in CURVATURES:
                 names = [_name(task, subset, structure, curvature, *rest) for rest in product(TUNINGS, LINKS)]
                 if not all(name in rows.rows for name in names):
-                    for name, method in methods(task, subset, structure, curvature):
+                    for name, method in methods(task, subset, structure, curvature, rows.rows):
                         rows.get(name, lambda task=task, method=method: point(task, method))
     for task, points in by_task(rows.rows).items():
         lines = [[*name.split("/"), *(f"{v:.4f}" for v in list(points[name].values())[:3])] for name in pareto(points)]
@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     figure.draw(by_task(rows.rows), references(rows.rows), study.results.with_suffix(".png"))
 
 
-def methods(task: Task, subset: str, structure: str, curvature: str) -> Iterator[tuple[str, Method]]:
-    """Yield one fitted posterior, tuned in each way, with each link."""
+def methods(task: Task, subset: str, structure: str, curvature: str, done: Points) -> Iterator[tuple[str, Method]]:
+    """Yield one fitted posterior, tuned in each way, with each link; ways that are done with all links are left out."""
     start, indices = time.process_time(), {"subnetwork_indices": task.indices} if subset == "subnetwork" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the evidence warns that it may do harm: that is what is measured
@@ -59,15 +59,17 @@ def methods(task: Task, subset: str, structure: str, curvature: str) -> Iterator
         fitted.fit(task.batches)
         seconds = time.process_time() - start
         for tuning in TUNINGS:
+            names = {link: _name(task, subset, structure, curvature, tuning, link) for link in LINKS}
+            if all(name in done for name in names.values()):
+                continue
             la, start = copy.copy(fitted), time.process_time()
             if tuning == "calibrate":
                 la.calibrate(task.validation)
             else:
-                la.tune("prior_precision", method=tuning)
+                la.tune("prior_precision", method=tuning, train_loader=task.batches)  # copies do not keep their data
             found = {"prior_precision": float(la.prior_precision.reshape(-1)[0])}
             spent = seconds + time.process_time() - start
-            for link in LINKS:
-                name = _name(task, subset, structure, curvature, tuning, link)
+            for link, name in names.items():
                 yield name, Method(name, la, link, spent, found)
 
 

@@ -43,9 +43,10 @@ def lenet_costs(folder: Folder, epochs: int, quick: bool) -> dict:
     for name, (structure, curvature, _) in KINDS.items():
         own = {"hessian_structure": structure, "curvature": curvature}
         passes[f"fit {name}"] = lambda own=own: Laplace(network, "classification", **own).fit(batches)
-    once = {
-        f"tune {name}": lambda name=name: tune(copy.copy(las[name]), found.validation, KINDS[name][2]) for name in KINDS
-    }
+    once = {}
+    for name, (_, _, how) in KINDS.items():
+        la = las[name]
+        once[f"tune {name}"] = lambda la=la, how=how: tune(copy.copy(la), batches, found.validation, how)
     once["temperature"] = lambda: Ensemble([network], "classification").calibrate(found.validation)
     spent = seconds(passes | once, rounds)
     whole = {name: each * (EXAMPLES / n if name in passes else 1) for name, each in spent.items()}
@@ -61,17 +62,17 @@ def tuned(
 ) -> Laplace:
     """Return a fitted and tuned posterior of the last layer."""
     la = Laplace(network, "classification", "last_layer", structure, curvature=curvature).fit(batches)
-    return tune(la, validation, tuning)
+    return tune(la, batches, validation, tuning)
 
 
-def tune(la: Laplace, validation: Labelled, tuning: str) -> Laplace:
+def tune(la: Laplace, batches: Any, validation: Labelled, tuning: str) -> Laplace:
     """Tune a fitted posterior, and return it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if tuning == "calibrate":
             la.calibrate(validation)
         else:
-            la.tune("prior_precision", method=tuning)
+            la.tune("prior_precision", method=tuning, train_loader=batches)
     return la
 
 

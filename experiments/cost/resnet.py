@@ -39,8 +39,8 @@ def resnet_costs(folder: Folder, quick: bool) -> dict:
                 network, "classification", hessian_structure="full", curvature="ef"
             ).fit(batches),
             "all weights": lambda: _all_weights(network, batches),
-            "tune": lambda: copy.copy(las["LA"]).tune(method="auto"),
-            "tune all weights": lambda: copy.copy(whole).tune(method="auto"),
+            "tune": lambda: copy.copy(las["LA"]).tune(method="auto", train_loader=batches),
+            "tune all weights": lambda: copy.copy(whole).tune(method="auto", train_loader=batches),
             "calibrate": lambda: copy.copy(las["LA"]).calibrate(held_out),
             "temperature": lambda: Ensemble([network], "classification").calibrate(held_out),
             "SWAG": lambda: _swag(network, data),

@@ -91,7 +91,7 @@ def posteriors(network: nn.Module, train: tuple[Tensor, Tensor], validation: tup
             if tuning == "calibrate":
                 la.calibrate(validation)
             else:
-                la.tune("prior_precision", method=tuning)
+                la.tune("prior_precision", method=tuning, train_loader=batches)  # copies do not keep their data
         found = {"prior_precision": float(la.prior_precision.reshape(-1)[0])}
         found["softmax_temperature"] = la.softmax_temperature
         yield Method(name, la, link, seconds + time.process_time() - start, found)

@@ -27,7 +27,7 @@ from laplace.rivals import Ensemble, Mixture
 SINGLE = ("MAP", "temperature", *POSTERIORS)
 TOGETHER = ("ensemble", "ensemble temperature", *(f"mixture of {name}" for name in POSTERIORS))
 NAMES = (*(f"{name}/{layers}" for name in SINGLE for layers in LAYERS), *TOGETHER)
-WHOLE = (*SINGLE, "LA all weights", "LA all weights calibrated", "SWAG")
+WHOLE = (*SINGLE, "LA all weights evidence", "LA all weights calibrated", "SWAG")
 
 
 def main(arguments: list[str] | None = None) -> None:

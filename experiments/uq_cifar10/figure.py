@@ -15,7 +15,7 @@ STYLES = {  # Laplace's lines are solid
     "LA calibrated": ("#66a61e", "-"),
     "LA paper": ("#e6ab02", "-"),
     "LA* paper": ("#d95f02", "-"),
-    "LA all weights": ("#1f78b4", "-"),
+    "LA all weights evidence": ("#1f78b4", "-"),
     "LA all weights calibrated": ("#6a3d9a", "-"),
     "mixture of LA": ("#e7298a", "-"),
 }

@@ -89,12 +89,12 @@ def _all_weights(pixels: Pixels, sizes: Sizes) -> Iterator[Method]:
         la = Laplace(pixels.network, "classification", "all", "kron", curvature="sketch")
         la.fit(batches, generator=torch.Generator().manual_seed(0))
         fitted = time.process_time() - start
-        for name in ("LA all weights", "LA all weights calibrated"):
+        for name in ("LA all weights evidence", "LA all weights calibrated"):
             own, start = copy.copy(la), time.process_time()
             if name.endswith("calibrated"):
                 own.calibrate(tuple(t[: sizes.validation] for t in pixels.validation))
             else:
-                own.tune("prior_precision")
+                own.tune("prior_precision", method="evidence")
             found = {"prior_precision": float(own.prior_precision.reshape(-1)[0])}
             found["softmax_temperature"] = own.softmax_temperature
             yield Method(name, own, None, fitted + time.process_time() - start, found)

@@ -119,7 +119,7 @@ def test_a_study_of_uncertainty_runs_at_toy_size_and_goes_on_where_it_was(tmp_pa
     assert {"MAP", "temperature", "LA", "mixture of LA"} <= {name.split("/")[0] for name in found}
     if study == "uq_cifar10":
         whole = json.loads((tmp_path / "out" / "uq-cifar10-whole-quick.json").read_text())["rows"]
-        assert {"MAP", "LA all weights", "LA all weights calibrated", "SWAG"} <= set(whole)
+        assert {"MAP", "LA all weights evidence", "LA all weights calibrated", "SWAG"} <= set(whole)
         found |= whole
     for row in found.values():
         for scores in row["sets"].values():
