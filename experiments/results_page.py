@@ -11,58 +11,43 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 
+from experiments.claims import verdicts
 from experiments.uq.report import markdown
 from experiments.uq.scores import averaged
+
+from experiments import paper
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
 FIGURES = PAGE.parent / "figures"
-PAPER_C = {  # NLL at severities 0 to 5, of a WideResNet-16-4
-    "MAP": (0.178, 0.556, 0.964, 1.512, 1.890, 2.177),
-    "LA paper": (0.155, 0.444, 0.772, 1.188, 1.474, 1.687),
-    "LA* paper": (0.194, 0.443, 0.698, 1.014, 1.214, 1.360),
-}
-PAPER_CIFAR_OOD = {  # AUROC: SVHN, CIFAR-100
-    "MAP": (0.918, 0.901),
-    "ensemble": (0.954, 0.914),
-    "LA paper": (0.920, 0.901),
-    "LA* paper": (0.919, 0.902),
-}
-PAPER_MNIST_OOD = {  # AUROC: EMNIST, FMNIST, KMNIST
-    "MAP": (0.935, 0.989, 0.970),
-    "DE-5": (0.951, 0.992, 0.983),
-    "VB": (0.923, 0.982, 0.970),
-    "CSGHMC": (0.934, 0.977, 0.971),
-    "LA paper": (0.934, 0.985, 0.966),
-    "LA* paper": (0.943, 0.983, 0.966),
-}
-PAPER_COST = {  # training, prediction
-    "MAP": (1.0, 1.0),
-    "LA paper": (1.015, 1.0),
-    "SWAG": (1.73, 12.9),
-    "DE-5": (4.2, 2.5),
-    "VB": (2.1, 4.4),
-    "CSGHMC": (4.3, 5.2),
-}
+DEFAULT = "last_layer/kron/ggn/auto/one_vs_rest"  # of this library
+Beside = Mapping[str, tuple[float, ...]]
 
 
 def main() -> None:
     """Write the page."""
-    page = PAGE.read_text()
+    page, files = PAGE.read_text(), {name: HERE / "results" / f"{name}.json" for name in PLACES}
+    results = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
     for name, fill in PLACES.items():
-        path = HERE / "results" / f"{name}.json"
-        text = fill(json.loads(path.read_text())) if path.exists() else "Not measured yet."
-        if path.with_suffix(".png").exists():
-            shutil.copy(path.with_suffix(".png"), FIGURES / f"{name.replace('-', '_')}.png")
+        text = fill(results[name]) if name in results else "Not measured yet."
+        figure = files[name].with_suffix(".png")
+        if figure.exists():
+            shutil.copy(figure, FIGURES / f"{name.replace('-', '_')}.png")
             text = f"![{name}](figures/{name.replace('-', '_')}.png)\n\n{text}"
-        marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        page = re.sub(
-            f"{marks[0]}.*{marks[1]}", lambda _, m=marks, t=text: f"{m[0]}\n\n{t}\n\n{m[1]}", page, flags=re.S
-        )
+        page = filled(page, name, text)
+    studies = {name: by_method(results[name]) for name in ("uq-mnist", "uq-cifar10") if name in results}
+    page = filled(page, "claims", verdicts(studies, results["cost"]["rows"] if "cost" in results else None))
     PAGE.write_text(page)
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """Return the page with a text in the place of that name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n\n{text}\n\n{end}", page, flags=re.S)
 
 
 def by_method(found: dict) -> dict[str, dict]:
@@ -73,57 +58,81 @@ def by_method(found: dict) -> dict[str, dict]:
     return {name: averaged(rows) for name, rows in groups.items()}
 
 
-def shifted(table: dict[str, dict], score: str, paper: dict[str, tuple[float, ...]]) -> str:
-    """Return a score on every labelled set, its mean over the shifted ones, and the paper's."""
+def shifted(table: dict[str, dict], score: str, beside: Beside, every: int = 1) -> str:
+    """Return a score on every labelled set (or every second), its mean over all shifted ones, and the paper's."""
     sets = list(next(iter(table.values()))["sets"])
     lines = []
     for name, row in table.items():
         values = [row["sets"][s][score] for s in sets]
-        mean = sum(values[1:]) / len(values[1:])
-        beside = " ".join(f"{v:.3f}" for v in paper.get(name, ())) or "-"
-        lines.append([name, *(f"{v:.4f}" for v in values), f"{mean:.4f}", *([beside] if paper else [])])
-    return markdown([score.upper(), *sets, "mean of shifted", *(["paper"] if paper else [])], lines)
+        mean, of_paper = sum(values[1:]) / len(values[1:]), " ".join(f"{v:.3f}" for v in beside.get(name, ())) or "-"
+        lines.append([name, *(f"{v:.4f}" for v in values[::every]), f"{mean:.4f}", *([of_paper] if beside else [])])
+    title = {"nll": "NLL", "ece": "ECE"}.get(score, score.capitalize())
+    return markdown([title, *sets[::every], "mean of shifted", *(["paper"] if beside else [])], lines)
 
 
-def outside(table: dict[str, dict], paper: dict[str, tuple[float, ...]]) -> str:
-    """Return the AUROC by confidence and by epistemic, and the paper's, which is by confidence."""
+def outside(table: dict[str, dict], aurocs: Beside, confidences: Beside) -> str:
+    """Return AUROC by three scores and the mean confidence on unknown images, and the paper's."""
     sets = list(next(iter(table.values()))["ood"])
-    lines = []
-    for name, row in table.items():
-        cells = []
-        for score in ("confidence", "entropy", "epistemic"):
+    parts = []
+    for score in ("confidence", "epistemic", "entropy", "mean_confidence"):
+        beside = {"confidence": aurocs, "mean_confidence": confidences}.get(score, {})
+        lines = []
+        for name, row in table.items():
             values = [row["ood"][s].get(score) for s in sets]
-            cells += ["-" if v is None else f"{v:.3f}" for v in values]
-        beside = " ".join(f"{v:.3f}" for v in paper.get(name, ())) or "-"
-        lines.append([name, *cells, beside])
-    names = [f"{s}, {score}" for score in ("confidence", "entropy", "epistemic") for s in sets]
-    return markdown(["AUROC", *names, "paper, confidence"], lines)
+            mean = "-" if None in values else f"{sum(values) / len(values):.3f}"
+            of_paper = " ".join(f"{v:.3f}" for v in beside.get(name, ())) or "-"
+            cells = ["-" if v is None else f"{v:.3f}" for v in values]
+            lines.append([name, *cells, mean, *([of_paper] if beside else [])])
+        title = "Mean confidence" if score == "mean_confidence" else f"AUROC by {score}"
+        parts.append(markdown([title, *sets, "mean", *(["paper"] if beside else [])], lines))
+    return "\n\n".join(parts)
 
 
 def cifar(found: dict) -> str:
     """Return the tables of `uq_cifar10`."""
     table = by_method(found)
-    parts = [shifted(table, "nll", PAPER_C), shifted(table, "ece", {}), shifted(table, "accuracy", {})]
-    return "\n\n".join([*parts, outside(table, PAPER_CIFAR_OOD)])
+    parts = [shifted(table, "nll", paper.CIFAR_C_NLL), *(shifted(table, s, {}) for s in ("ece", "brier", "accuracy"))]
+    return "\n\n".join([*parts, outside(table, paper.CIFAR_AUROC, paper.CIFAR_CONFIDENCE)])
+
+
+def why(found: dict) -> str:
+    """Return the table of `uq_cifar10.why`."""
+    keys = ("train", "test", "shifted", "evidence")
+    lines = [[name, *(str(row.get(key, "-")) for key in keys)] for name, row in found["rows"].items()]
+    return markdown(["prior precision, link", "NLL, training", "NLL, test", "NLL, shifted", "log evidence"], lines)
 
 
 def mnist(found: dict) -> str:
     """Return the tables of `uq_mnist`."""
     table = by_method(found)
-    parts = [shifted(table, score, {}) for score in ("nll", "ece", "brier", "accuracy")]
-    return "\n\n".join([*parts, outside(table, PAPER_MNIST_OOD)])
+    nll = {name: values[:1] for name, values in paper.MNIST.items()}
+    parts = [shifted(table, s, nll if s == "nll" else {}, 2) for s in ("nll", "ece", "brier", "accuracy")]
+    return "\n\n".join([*parts, outside(table, paper.MNIST_AUROC, paper.MNIST_CONFIDENCE), spent(found)])
+
+
+def spent(found: dict) -> str:
+    """Return the CPU seconds of each method, averaged over seeds: training, fit and tuning, all predictions."""
+    groups: dict[str, list[dict]] = {}
+    for name, row in found["rows"].items():
+        own = {key: row[key] for key in ("train_seconds", "fit_seconds", "seconds")}
+        groups.setdefault(name.split("/")[0], []).append(own)
+    lines = [[name, *(f"{v:.1f}" for v in averaged(rows).values())] for name, rows in groups.items()]
+    return markdown(["CPU seconds", "training", "fit and tuning", "all predictions"], lines)
 
 
 def cost(found: dict) -> str:
-    """Return the table of `cost`."""
-    lines = []
-    for name, row in found["rows"]["costs"].items():
-        paper = PAPER_COST.get(name)
-        beside = "-" if paper is None else f"{paper[0]} / {paper[1]}"
-        lines.append([name, *(f"{v:.2f}" for v in row.values()), beside])
-    return markdown(
-        ["method", "training", "probabilities", "predict(x)", "megabytes", "paper, training / prediction"], lines
-    )
+    """Return the tables of `cost`."""
+    parts = []
+    for case, title in (("lenet", "LeNet, MNIST"), ("resnet20", "ResNet-20, CIFAR-10")):
+        lines = []
+        for name, row in found["rows"][case]["methods"].items():
+            of_paper = paper.COST.get(name)
+            beside = "-" if of_paper is None else " / ".join(map(str, of_paper))
+            cells = [f"{row['training']:.3f}", f"{row['mean']:.2f}", f"{row['predict']:.2f}", f"{row['mb']:.2f}"]
+            lines.append([name, *cells, beside])
+        names = ["training", "probabilities", "predict(x)", "megabytes", "paper: training / prediction / MB"]
+        parts.append(markdown([title, *names], lines))
+    return "\n\n".join(parts)
 
 
 def steps(found: dict) -> str:
@@ -144,18 +153,57 @@ def selection(found: dict) -> str:
         score = torch.tensor([row["log_likelihood"] for row in rows])
         for subset in SUBSETS:
             evidence = torch.tensor([row[f"evidence_{subset}"] for row in rows])
+            own = torch.tensor([row[f"log_likelihood_{subset}"] for row in rows])
             values = [spearman(evidence, score), *map(float, (score[evidence.argmax()], score.max(), score.median()))]
-            lines.append([name, subset, *(f"{v:.3f}" for v in values)])
-    return markdown(["set", "evidence of", "rank correlation", "chosen", "best", "median"], lines)
+            values.append(spearman(evidence, own))
+            lines.append([name, str(len(rows)), subset, *(f"{v:.3f}" for v in values)])
+    names = ["rank correlation", "chosen", "best", "median", "rank correlation with its own predictions"]
+    return markdown(["set", "networks", "evidence of", *names], lines)
+
+
+def structures(found: dict) -> str:
+    """Return the table of `structures_fmnist`."""
+    from experiments.structures_fmnist.__main__ import PAPER, summary
+
+    lines, names = [], ("log_likelihood", "accuracy", "auroc", "train_seconds", "predict_seconds")
+    for name, row in summary(found["rows"]).items():
+        digits = (4, 4, 4, 0, 2)
+        cells = [f"{row[key]:.{d}f}" if key in row else "-" for key, d in zip(names, digits, strict=True)]
+        lines.append([name, *cells, " / ".join(map(str, PAPER.get(name, ("-",))))])
+    titles = ["log-likelihood", "accuracy", "AUROC", "training, CPU s", "2,000 predictions, CPU s"]
+    return markdown(["structure", *titles, "paper: log-likelihood / accuracy / AUROC"], lines)
 
 
 def configurations(found: dict) -> str:
-    """Return the Pareto front of `configurations`."""
-    from experiments.configurations.__main__ import PARTS, pareto
+    """Return the Pareto fronts of `configurations`, and the medians of each component."""
+    from experiments.configurations.__main__ import by_task, pareto, references
+    from experiments.configurations.tasks import PARTS
 
-    rows = found["rows"]
-    lines = [[*name.split("/"), *(f"{v:.4f}" for v in rows[name].values())] for name in pareto(rows)]
-    return markdown([*PARTS, "NLL", "AUROC, confidence", "AUROC, epistemic"], lines)
+    parts, scores = [], ("nll", "auroc_confidence", "auroc_epistemic")
+    alone = references(found["rows"])
+    for task, points in by_task(found["rows"]).items():
+        lines = [[name, *[""] * 4, *(_cells(row, scores))] for name, row in alone[task].items()]
+        lines += [[*name.split("/"), *_cells(points[name], scores)] for name in pareto(points)]
+        default = "last_layer/kron/ggn/auto/one_vs_rest"
+        lines.append(
+            [f"the defaults: {default.split('/')[0]}", *default.split("/")[1:], *_cells(points[default], scores)]
+        )
+        names = [f"{task}: {next(iter(PARTS))}", *list(PARTS)[1:], "NLL", "AUROC, confidence", "AUROC, epistemic"]
+        parts.append(markdown(names, lines))
+        lines = []
+        for i, (part, values) in enumerate(PARTS.items()):
+            for value in values:
+                own = [row for name, row in points.items() if name.split("/")[i] == value]
+                if own:
+                    middle = {key: median(row[key] for row in own) for key in scores}
+                    lines.append([part, value, str(len(own)), *_cells(middle, scores)])
+        names = [f"{task}: component", "value", "points", "median NLL", "median AUROC, confidence", "by epistemic"]
+        parts.append(markdown(names, lines))
+    return "\n\n".join(parts)
+
+
+def _cells(row: dict, keys: tuple[str, ...]) -> list[str]:
+    return [f"{row[key]:.4f}" if key in row else "-" for key in keys]
 
 
 def shift(found: dict) -> str:
@@ -174,8 +222,11 @@ def limits(found: dict) -> str:
 
 PLACES: dict[str, Callable[[dict], str]] = {
     "uq-cifar10": cifar,
+    "uq-cifar10-why": why,
+    "uq-cifar10-whole": cifar,
     "uq-mnist": mnist,
     "cost": cost,
+    "structures-fmnist": structures,
     "three-steps": steps,
     "selection": selection,
     "configurations": configurations,

@@ -1,82 +1,110 @@
-"""Structure x curvature x tuning x link on CIFAR-10 features: NLL against how well unknown images are told apart.
+"""Weights x structure x curvature x tuning x link: NLL against how well unknown images are told apart.
 
     python -m experiments.configurations --data DIR [--quick] [--cache DIR]
 
-DIR is that of `uq_cifar10`, whose features are used where the cache has them. The figure is the paper's Figure 3: one
-point for each configuration of the last layer of a ResNet-20, coloured by each component in turn. Named is the Pareto
-front: the configurations that no other one beats in both.
+Two tasks. CIFAR-10: the last layer of a ResNet-20, on the features of `uq_cifar10`, which are taken from the cache if
+they are there; DIR is that of `uq_cifar10`. Fashion-MNIST: a CNN that is trained here, with its last layer, some or all
+of its weights uncertain; DIR holds fashion_mnist.npz, mnist.npz and kmnist.npz. The figure is the paper's Figure 3: one
+point for each configuration, coloured by each component in turn. Named is the Pareto front: the configurations that no
+other one beats in both.
 """
 
 from __future__ import annotations
 
+import copy
+import time
 import warnings
+from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 import torch
-from experiments.uq.cache import Cache
-from experiments.uq.methods import BATCH, Method
+from experiments.configurations import figure
+from experiments.configurations.tasks import CURVATURES, LINKS, PARTS, TUNINGS, Task, cifar10, fmnist
+from experiments.uq.methods import Method, rescaled, single
 from experiments.uq.report import markdown
 from experiments.uq.scores import scores
 from experiments.uq.start import Rows, started
-from experiments.uq_cifar10.data import Images, read
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from torch import Tensor
 
 from laplace import Laplace
 
-STRUCTURES, CURVATURES = ("kron", "full", "diag"), ("ggn", "ef")
-TUNINGS, LINKS = ("evidence", "auto", "calibrate"), ("probit", "one_vs_rest", "mc", "bridge")
-PARTS = {"structure": STRUCTURES, "curvature": CURVATURES, "tuning": TUNINGS, "link": LINKS}
-TEST, OUTSIDE = 4000, 1000
-COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a")
+Points = dict[str, dict]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     study = started("configurations", __doc__.splitlines()[0], arguments)
-    shared = Cache(study.cache.folder.parent / ("uq_cifar10-quick" if study.quick else "uq_cifar10"))
-    images = read(study.folder, shared, 400 if study.quick else None)
-    rows = Rows(study.results, {"images": 400 if study.quick else None, "test": TEST, "outside": OUTSIDE})
-    for structure, curvature, tuning in product(STRUCTURES, CURVATURES, TUNINGS):
-        names = {link: f"{structure}/{curvature}/{tuning}/{link}" for link in LINKS}
-        if all(name in rows.rows for name in names.values()):
-            continue
-        la = tuned(images, structure, curvature, tuning)
-        for link, name in names.items():
-            rows.get(name, lambda link=link, la=la: point(images, Method("", la, link)))
-    front = pareto(rows.rows)
-    lines = [[*name.split("/"), *(f"{v:.4f}" for v in rows.rows[name].values())] for name in front]
-    print(markdown([*PARTS, "NLL", "AUROC, confidence", "AUROC, epistemic"], lines))
-    draw(rows.rows, front, study.results.with_suffix(".png"))
+    rows = Rows(study.results, {"quick": study.quick, "epochs": 1 if study.quick else study.epochs})
+    for make in (cifar10, fmnist):
+        task = make(study)
+        for method in (single(task.network), rescaled("temperature", [task.network], task.validation)):
+            rows.get(f"{task.name}/{method.name}", lambda task=task, method=method: point(task, method))
+        for subset, structure in task.kinds:
+            for curvature in CURVATURES:
+                names = [_name(task, subset, structure, curvature, *rest) for rest in product(TUNINGS, LINKS)]
+                if not all(name in rows.rows for name in names):
+                    for name, method in methods(task, subset, structure, curvature, rows.rows):
+                        rows.get(name, lambda task=task, method=method: point(task, method))
+    for task, points in by_task(rows.rows).items():
+        lines = [[*name.split("/"), *(f"{v:.4f}" for v in list(points[name].values())[:3])] for name in pareto(points)]
+        print(task, markdown([*PARTS, "NLL", "AUROC, confidence", "AUROC, epistemic"], lines), sep="\n")
+    figure.draw(by_task(rows.rows), references(rows.rows), study.results.with_suffix(".png"))
 
 
-def tuned(images: Images, structure: str, curvature: str, tuning: str) -> Laplace:
-    """Return a fitted posterior of the first network's last layer."""
-    x, y = images.train
-    batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
-    la = Laplace(images.networks[0], "classification", "last_layer", structure, curvature=curvature).fit(batches)
+def methods(task: Task, subset: str, structure: str, curvature: str, done: Points) -> Iterator[tuple[str, Method]]:
+    """Yield one fitted posterior, tuned in each way, with each link; ways that are done with all links are left out."""
+    start, indices = time.process_time(), {"subnetwork_indices": task.indices} if subset == "subnetwork" else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if tuning == "calibrate":
-            la.calibrate(images.validation)
-        else:
-            la.tune("prior_precision", method=tuning)
-    return la
+        warnings.simplefilter("ignore")  # the evidence warns that it may do harm: that is what is measured
+        fitted = Laplace(task.network, "classification", subset, structure, curvature=curvature, **indices)
+        fitted.fit(task.batches)
+        seconds = time.process_time() - start
+        for tuning in TUNINGS:
+            names = {link: _name(task, subset, structure, curvature, tuning, link) for link in LINKS}
+            if all(name in done for name in names.values()):
+                continue
+            la, start = copy.copy(fitted), time.process_time()
+            if tuning == "calibrate":
+                la.calibrate(task.validation)
+            else:
+                la.tune("prior_precision", method=tuning, train_loader=task.batches)  # copies do not keep their data
+            found = {"prior_precision": float(la.prior_precision.reshape(-1)[0])}
+            spent = seconds + time.process_time() - start
+            for link, name in names.items():
+                yield name, Method(name, la, link, spent, found)
 
 
-def point(images: Images, method: Method) -> dict:
-    """Return where a configuration lies."""
-    known = {"c0": tuple(t[:TEST] for t in images.labelled["c0"])}
-    unknown: dict[str, Tensor] = {name: x[:OUTSIDE] for name, x in images.outside.items()}
-    found = scores(method, known, unknown, "c0")
+def point(task: Task, method: Method) -> dict:
+    """Return where a configuration lies, and the CPU seconds of its fit and tuning."""
+    found = scores(method, {"known": task.known}, task.unknown, "known")
     apart = found["ood"].values()
-    means = {score: sum(one[score] for one in apart) / len(apart) for score in ("confidence", "epistemic")}
-    return {"nll": found["sets"]["c0"]["nll"]} | {f"auroc_{score}": round(value, 5) for score, value in means.items()}
+    row = {"nll": found["sets"]["known"]["nll"]}
+    for score in ("confidence", "epistemic"):
+        if all(score in one for one in apart):  # a network alone has no epistemic part
+            row[f"auroc_{score}"] = round(sum(one[score] for one in apart) / len(apart), 5)
+    return row | {"ece": found["sets"]["known"]["ece"], "fit_seconds": round(method.seconds, 2)} | method.found
 
 
-def pareto(points: dict[str, dict]) -> list[str]:
+def by_task(rows: Points) -> dict[str, Points]:
+    """Return the points of each task under the names of their components."""
+    found: dict[str, Points] = {}
+    for name, row in rows.items():
+        task, rest = name.split("/", 1)
+        if rest.count("/") == len(PARTS) - 1:
+            found.setdefault(task, {})[rest] = row
+    return found
+
+
+def references(rows: Points) -> dict[str, Points]:
+    """Return what has no posterior, for each task: the network, and the network with a temperature."""
+    found: dict[str, Points] = {}
+    for name, row in rows.items():
+        task, rest = name.split("/", 1)
+        if "/" not in rest:
+            found.setdefault(task, {})[rest] = row
+    return found
+
+
+def pareto(points: Points) -> list[str]:
     """Return the names of points that no other one beats in NLL and AUROC, by NLL."""
     found, best = [], -1.0
     for name, row in sorted(points.items(), key=lambda item: (item[1]["nll"], -item[1]["auroc_confidence"])):
@@ -86,24 +114,8 @@ def pareto(points: dict[str, dict]) -> list[str]:
     return found
 
 
-def draw(points: dict[str, dict], front: list[str], file: Path) -> None:
-    """Write the figure: the same points, coloured by each component."""
-    fig = Figure(figsize=(14, 3.4), layout="constrained")
-    FigureCanvasAgg(fig)
-    panels = fig.subplots(1, len(PARTS), sharey=True)
-    for i, (axes, (part, values)) in enumerate(zip(panels, PARTS.items(), strict=True)):
-        for value, colour in zip(values, COLOURS, strict=False):
-            own = [row for name, row in points.items() if name.split("/")[i] == value]
-            xy = [[row[key] for row in own] for key in ("nll", "auroc_confidence")]
-            axes.plot(*xy, "o", ms=4, color=colour, label=value)
-        xy = [[points[name][key] for name in front] for key in ("nll", "auroc_confidence")]
-        axes.step(*xy, where="post", color="#999999", lw=0.8, zorder=0)
-        axes.set(title=part, xlabel="NLL, test images")
-        axes.set_xscale("log")
-        axes.legend(frameon=False, fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("AUROC, unknown images, by confidence")
-    fig.savefig(file, dpi=150)
+def _name(task: Task, *parts: str) -> str:
+    return "/".join([task.name, *parts])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Evidence against test log-likelihood over 24 networks: depth, width and activation on a table of UCI.
+"""Evidence against test log-likelihood over 48 networks: depth, width, activation, augmentation on a table of UCI.
 
     python -m experiments.selection --data DIR [--quick] [--seeds K]
 
-DIR holds uci/<set>.npz with X, y, train_idx and test_idx. Every network is trained for the same number of steps; then
-prior precision and noise are tuned by the evidence, once with all weights uncertain (kron) and once with the last layer
-alone. The rank correlation says how well each evidence orders the networks by their test log-likelihood. The evidence
-of a last layer is conditional on the features: it does not pay for the weights that made them.
+DIR holds uci/<set>.npz with X, y, train_idx and test_idx. Every network is trained for the same number of steps, half
+of them on copies of the data with noise on the inputs. Then prior precision and noise are tuned by the evidence of the
+data itself, once with all weights uncertain (kron) and once with the last layer alone. The rank correlation says how
+well each evidence orders the networks by their test log-likelihood. The evidence of a last layer is conditional on the
+features: it does not pay for the weights that made them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from laplace.evaluation import gaussian_nll
 
 SETS = ("energy", "concrete")
 DEPTHS, WIDTHS, ACTIVATIONS = (1, 2, 3), (5, 20, 50, 100), {"tanh": nn.Tanh, "relu": nn.ReLU}
+AUGMENTATIONS, COPIES = {"": 0.0, "-jitter": 0.1}, 4  # standard deviations of what is added to each copy
 SUBSETS = ("all", "last_layer")
 
 
@@ -35,10 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     study = started("selection", __doc__.splitlines()[0], arguments)
     steps = 50 if study.quick else 1500
     rows = Rows(study.results, {"steps": steps, "sets": list(SETS)})
-    grid = list(product(DEPTHS, WIDTHS, ACTIVATIONS))[:: 6 if study.quick else 1]
-    for name, split, (depth, width, activation) in product(SETS, range(study.seeds), grid):
-        key = f"{name}/{split}/{depth}-{width}-{activation}"
-        rows.get(key, lambda a=name, s=split, d=depth, w=width, f=activation: measured(study, a, s, d, w, f, steps))
+    grid = list(product(AUGMENTATIONS, DEPTHS, WIDTHS, ACTIVATIONS))[:: 6 if study.quick else 1]
+    for name, split, kind in product(SETS, range(study.seeds), grid):
+        key = f"{name}/{split}/{kind[1]}-{kind[2]}-{kind[3]}{kind[0]}"
+        rows.get(key, lambda name=name, split=split, kind=kind: measured(study, name, split, *kind, steps))
     lines, points = [], {}
     for name in SETS:
         found = [row for key, row in rows.rows.items() if key.startswith(name)]
@@ -52,7 +54,9 @@ def main(arguments: list[str] | None = None) -> None:
     draw(points, study.results.with_suffix(".png"))
 
 
-def measured(study: Study, name: str, split: int, depth: int, width: int, activation: str, steps: int) -> dict:
+def measured(
+    study: Study, name: str, split: int, augmentation: str, depth: int, width: int, activation: str, steps: int
+) -> dict:
     """Train one network and return its evidence and its test log-likelihood, both per example."""
     x, y, new_x, new_y = standardised(study.folder.arrays(f"uci/{name}"), split)
     torch.manual_seed(split)
@@ -60,7 +64,9 @@ def measured(study: Study, name: str, split: int, depth: int, width: int, activa
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), ACTIVATIONS[activation]()]
     network = nn.Sequential(*layers, nn.Linear(width, 1)).double()
-    train(network, x, y, steps=steps, seed=split, lr=5e-3, batch=128)
+    moved = AUGMENTATIONS[augmentation]
+    seen = [torch.cat([t] * COPIES) for t in (x, y)] if moved else [x, y]
+    train(network, seen[0] + moved * torch.randn_like(seen[0]), seen[1], steps=steps, seed=split, lr=5e-3, batch=128)
     found = {"weights": sum(p.numel() for p in network.parameters())}
     for subset in SUBSETS:
         la = Laplace(network, "regression", subset, "kron").fit([(x, y)])

@@ -150,6 +150,9 @@ def draw(path: Path, plane: Tensor, reach: Tensor, precision: Tensor, data: tupl
     right.plot(x, mean, color="#1b9e77")
     right.plot(data[0], data[1], ".", ms=3, color="#333333")
     right.set(title="3. predictions with 95 % intervals", ylim=(-4, 4))
+    for axes in (left, middle):
+        axes.set(xlabel="first principal component", ylabel="second")
+    right.set(xlabel="x", ylabel="y")
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     fig.savefig(file, dpi=150)

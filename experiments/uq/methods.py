@@ -35,6 +35,7 @@ class Method:
         link: How its Gaussians become probabilities; the default of `predict` if None.
         seconds: CPU seconds of fitting and tuning.
         found: The hyperparameters that were tuned.
+        training: CPU seconds of training the networks, where they were trained here.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Method:
     link: str | None = None
     seconds: float = 0.0
     found: dict[str, float] = field(default_factory=dict)
+    training: float = 0.0
 
     def predict(self, x: Tensor) -> Prediction:
         """Return the prediction, the same in every call."""
@@ -55,6 +57,10 @@ class Method:
     def named(self, name: str) -> Method:
         """Return the same under another name."""
         return replace(self, name=name)
+
+    def after(self, seconds: float) -> Method:
+        """Return the same with the CPU seconds that its networks were trained for."""
+        return replace(self, training=seconds)
 
 
 def single(network: nn.Module) -> Method:
@@ -85,7 +91,7 @@ def posteriors(network: nn.Module, train: tuple[Tensor, Tensor], validation: tup
             if tuning == "calibrate":
                 la.calibrate(validation)
             else:
-                la.tune("prior_precision", method=tuning)
+                la.tune("prior_precision", method=tuning, train_loader=batches)  # copies do not keep their data
         found = {"prior_precision": float(la.prior_precision.reshape(-1)[0])}
         found["softmax_temperature"] = la.softmax_temperature
         yield Method(name, la, link, seconds + time.process_time() - start, found)

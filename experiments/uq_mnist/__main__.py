@@ -9,6 +9,7 @@ DIR holds mnist.npz, fashion_mnist.npz, kmnist.npz and femnist_digits.npz (x_tra
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,16 +21,20 @@ from experiments.uq.columns import side_by_side
 from experiments.uq.methods import POSTERIORS, Method, posteriors, rescaled, single
 from experiments.uq.report import text
 from experiments.uq.scores import averaged, scores
+from experiments.uq.shuffled import Shuffled
 from experiments.uq.start import Rows, started
 from experiments.uq_mnist import figure
-from experiments.uq_mnist.data import Digits, digits, rotated
-from experiments.uq_mnist.networks import lenet_with_dropout, trained
-from experiments.uq_mnist.training import Shuffled, cyclical, packed, unpacked, variational
+from experiments.uq_mnist.data import ANGLES, Digits, digits, rotated
+from experiments.uq_mnist.networks import BATCH, lenet_with_dropout, trained
+from experiments.uq_mnist.training import cyclical, packed, unpacked, variational
 from torch import Tensor
 
 from laplace.rivals import SWAG, Ensemble, MCDropout, Mixture
 
-ANGLES = tuple(range(0, 181, 30))
+RIVALS = {
+    "VB": ("bayesian_torch", "pip install --no-deps bayesian-torch"),
+    "CSGHMC": ("posteriors", "pip install posteriors"),
+}
 Labelled = tuple[Tensor, Tensor]
 
 
@@ -38,13 +43,14 @@ class Sizes:
     """How much is trained on and scored."""
 
     train: int = 60_000
-    test: int = 4000
-    shifted: int = 1000  # of each angle, and of each kind of unknown images
-    draws: int = 10  # of rivals that run the network once for each
+    test: int = 8000
+    shifted: int = 2000  # of each angle, and of each kind of unknown images
+    draws: int = 20  # of rivals that run the network once for each
+    iterates: int = 20  # of SWAG, a quarter of an epoch apart
     members: int = 5  # of the ensemble and of the mixtures
 
 
-QUICK = Sizes(train=600, test=200, shifted=100, draws=3, members=2)
+QUICK = Sizes(train=600, test=200, shifted=100, draws=3, iterates=3, members=2)
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,16 @@ def main(arguments: list[str] | None = None) -> None:
     sizes, epochs = (QUICK, 1) if study.quick else (Sizes(), study.epochs)
     found = images(digits(study.folder, sizes.train), sizes)
     rows = Rows(study.results, {"sizes": vars(sizes), "epochs": epochs})
-    for seed in range(study.seeds):
-        for method, sets in methods(found, study.cache, sizes, epochs, seed):
-            rows.get(f"{method.name}/{seed}", lambda method=method, sets=sets: _row(method, sets))
+    for name in RIVALS:
+        if not _there(name):
+            print(f"{name} is left out, because {RIVALS[name][0]} is not installed: {RIVALS[name][1]}", flush=True)
+    cache = Cache(study.cache.folder / f"epochs_{epochs}")
+    for part, names in ((of_last_layers, _quick_names(sizes.members)), (by_draws, _slow_names())):
+        for seed in range(study.seeds):
+            if all(f"{name}/{seed}" in rows.rows for name in names):
+                continue  # nothing is fitted to find that all rows are there
+            for method, sets in part(found, cache, sizes, epochs, seed):
+                rows.get(f"{method.name}/{seed}", lambda method=method, sets=sets: _row(method, sets))
     names = dict.fromkeys(key.split("/")[0] for key in rows.rows)
     table = {name: averaged([_scores(rows.rows[f"{name}/{s}"]) for s in range(study.seeds)]) for name in names}
     figure.draw(table, study.results.with_suffix(".png"))
@@ -95,56 +108,67 @@ def seen(networks: list[Network], sets: Sets, cache: Cache, name: str) -> Sets:
     )
 
 
-def methods(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
-    """Yield everything that is compared, with what it reads."""
+def of_last_layers(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
+    """Yield the methods that need each network once for each image, with the features that they read."""
     first, k = seed * sizes.members, sizes.members
     made = [trained(cache, f"lenet_{i}", lenet, sets.train, epochs, i) for i in range(first, first + k)]
     networks = [one.network for one in made]
     last = seen(networks, sets, cache, f"seen_{seed}")
     heads = side_by_side([net.head for net in networks])
-    yield single(heads[0]), last
-    yield rescaled("temperature", heads[:1], last.validation), last
-    yield Method(f"DE-{k}", Ensemble(heads, "classification")), last
-    yield rescaled(f"DE-{k} temperature", heads, last.validation), last
+    alone, together = made[0].seconds, sum(one.seconds for one in made)
+    yield single(heads[0]).after(alone), last
+    yield rescaled("temperature", heads[:1], last.validation).after(alone), last
+    yield Method(f"DE-{k}", Ensemble(heads, "classification")).after(together), last
+    yield rescaled(f"DE-{k} temperature", heads, last.validation).after(together), last
     members: dict[str, list[Method]] = {name: [] for name in POSTERIORS}
     for head in heads:
         for method in posteriors(head, last.train, last.validation):
             members[method.name].append(method)
             if head is heads[0]:
-                yield method, last
+                yield method.after(alone), last
     for name, found in members.items():
-        yield Method(f"mixture of {name}", Mixture([one.source for one in found]), found[0].link), last
-    yield from _by_draws(sets, cache, sizes, epochs, seed, networks[0])
+        mixture, seconds = Mixture([one.source for one in found]), sum(one.seconds for one in found)
+        yield Method(f"mixture of {name}", mixture, found[0].link, seconds).after(together), last
 
 
-def _by_draws(
-    sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int, network: Network
-) -> Iterator[tuple[Method, Sets]]:
-    """Yield the rivals that run the whole network once for each draw."""
+def by_draws(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
+    """Yield the rivals that run the whole network once for each draw. SWAG and VB begin at the trained network."""
+    first = seed * sizes.members
+    start = trained(cache, f"lenet_{first}", lenet, sets.train, epochs, first)
     dropped = trained(cache, f"dropout_{seed}", lenet_with_dropout, sets.train, epochs, seed)
-    yield Method("MC dropout", MCDropout(dropped.network, "classification", sizes.draws)), sets
-    swag = SWAG(network, "classification", rank=min(10, sizes.draws), n_samples=sizes.draws)
-    swag.run(Shuffled(sets.train, len(sets.train[0]) // 4, seed), n_iterates=10, lr=0.01)
-    yield Method("SWAG", swag.draw()), sets
-    if _there("bayesian_torch", "VB", "pip install --no-deps bayesian-torch"):
-        drawn = cache.get(f"vb_{seed}", lambda: packed(*variational(network, sets.train, epochs, seed, sizes.draws)))
-        yield Method("VB", Ensemble(unpacked(drawn)[0], "classification")), sets
-    if _there("posteriors", "CSGHMC", "pip install posteriors"):
-        sampled = cache.get(f"csghmc_{seed}", lambda: packed(*cyclical(sets.train, epochs, seed)))
-        yield Method("CSGHMC", Ensemble(unpacked(sampled)[0], "classification")), sets
+    yield Method("MC dropout", MCDropout(dropped.network, "classification", sizes.draws)).after(dropped.seconds), sets
+    begun, swag = time.process_time(), SWAG(start.network, "classification", rank=sizes.iterates, n_samples=sizes.draws)
+    quarter = Shuffled(sets.train, len(sets.train[0]) // 4, seed, BATCH)
+    swag.run(quarter, n_iterates=sizes.iterates, lr=0.01)
+    yield Method("SWAG", swag.draw()).after(start.seconds + time.process_time() - begun), sets
+    if _there("VB"):
+        begin, draws = start.network, sizes.draws
+        kept = cache.get(f"vb_{seed}", lambda: packed(*variational(begin, sets.train, epochs, seed, draws)))
+        drawn, seconds = unpacked(kept)
+        yield Method("VB", Ensemble(drawn, "classification")).after(start.seconds + seconds), sets
+    if _there("CSGHMC"):
+        sampled, seconds = unpacked(cache.get(f"csghmc_{seed}", lambda: packed(*cyclical(sets.train, epochs, seed))))
+        yield Method("CSGHMC", Ensemble(sampled, "classification")).after(seconds), sets
 
 
-def _there(library: str, method: str, install: str) -> bool:
-    """Whether a library is installed; says what is left out if not."""
-    if find_spec(library) is not None:
-        return True
-    print(f"{method} is left out, because {library} is not installed: {install}", flush=True)
-    return False
+def _quick_names(members: int) -> list[str]:
+    together = [f"DE-{members}", f"DE-{members} temperature", *(f"mixture of {name}" for name in POSTERIORS)]
+    return ["MAP", "temperature", *POSTERIORS, *together]
+
+
+def _slow_names() -> list[str]:
+    return ["MC dropout", "SWAG", *filter(_there, RIVALS)]
+
+
+def _there(method: str) -> bool:
+    """Whether the library of a rival is installed."""
+    return find_spec(RIVALS[method][0]) is not None
 
 
 def _row(method: Method, sets: Sets) -> dict:
     found = scores(method, sets.labelled, sets.outside, "r0")
-    return found | {"fit_seconds": round(method.seconds, 2), "found": method.found}
+    spent = {"train_seconds": round(method.training, 2), "fit_seconds": round(method.seconds, 2)}
+    return found | spent | {"found": method.found}
 
 
 def _scores(row: dict) -> dict:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import torch
 from benchmarks.harm.networks import lenet
+from experiments.uq.shuffled import Shuffled
 from experiments.uq_mnist.networks import BATCH, DECAY
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, softplus
 
@@ -21,24 +23,12 @@ Labelled = tuple[Tensor, Tensor]
 States = list[dict[str, Tensor]]
 
 
-class Shuffled:
-    """Batches in a new order every time; only the first `n` examples of it."""
-
-    def __init__(self, data: Labelled, n: int, seed: int) -> None:
-        self.data, self.n, self.order = data, n, torch.Generator().manual_seed(seed)
-
-    def __iter__(self) -> Iterator[Labelled]:
-        x, y = self.data
-        for index in torch.randperm(len(x), generator=self.order)[: self.n].split(BATCH):
-            yield x[index], y[index]
-
-
 def variational(start: nn.Module, data: Labelled, epochs: int, seed: int, draws: int) -> tuple[States, float]:
     """Train a mean-field Gaussian by flipout from the trained network, and draw networks from it.
 
     Its prior is that of the network's weight decay, N(0, 1 / (N decay)).
     """
-    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn, get_kl_loss
+    from bayesian_torch.models.dnn_to_bnn import dnn_to_bnn
 
     torch.manual_seed(seed)
     begun, n = time.process_time(), len(data[0])
@@ -49,12 +39,22 @@ def variational(start: nn.Module, data: Labelled, epochs: int, seed: int, draws:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(epochs):
-        for x, y in Shuffled(data, n, seed):
+        for x, y in Shuffled(data, n, seed, BATCH):
             optimizer.zero_grad()
-            (cross_entropy(model(x), y) + get_kl_loss(model) / n).backward()
+            (cross_entropy(model(x), y) + divergence(model, deviation) / n).backward()
             optimizer.step()
             schedule.step()
     return [_drawn(model, start) for _ in range(draws)], time.process_time() - begun
+
+
+def divergence(model: nn.Module, deviation: float) -> Tensor:
+    """Return the KL divergence of the variational posterior from the prior N(0, deviation^2), summed over all weights.
+
+    The library's own `get_kl_loss` takes the mean over each tensor, which makes the prior too weak by its size.
+    """
+    params, prior = dict(model.named_parameters()), Normal(0.0, deviation)
+    pairs = [(mu, params[name.replace("mu_", "rho_")]) for name, mu in params.items() if ".mu_" in name]
+    return torch.stack([kl_divergence(Normal(mu, softplus(rho)), prior).sum() for mu, rho in pairs]).sum()
 
 
 def _drawn(model: nn.Module, like: nn.Module) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ def cyclical(data: Labelled, epochs: int, seed: int) -> tuple[States, float]:
 
 
 def _endless(data: Labelled, seed: int) -> Iterator[Labelled]:
-    order = Shuffled(data, len(data[0]) // BATCH * BATCH, seed)
+    order = Shuffled(data, len(data[0]) // BATCH * BATCH, seed, BATCH)
     while True:
         yield from order
 

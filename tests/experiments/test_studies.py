@@ -9,10 +9,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,12 +48,29 @@ def mosaic(n: int, seed: int) -> np.ndarray:
     return np.frombuffer(buffer.getvalue(), dtype=np.uint8)
 
 
-def colour(folder: Path, n: int = 60) -> None:
+def module(name: str) -> ModuleType:
     sys.path.append(str(ROOT))
     try:
-        networks = importlib.import_module("benchmarks.harm.networks")
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(ROOT))
+
+
+def tables(folder: Path, n: int = 80) -> None:
+    rng = np.random.default_rng(0)
+    (folder / "uci").mkdir()
+    for name in ("energy", "concrete"):
+        x, order = rng.normal(size=(n, 3)), rng.permutation(n)[None]
+        y = x.sum(1) + 0.1 * rng.normal(size=n)
+        np.savez(folder / "uci" / f"{name}.npz", X=x, y=y, train_idx=order[:, :60], test_idx=order[:, 60:])
+
+
+def nothing(folder: Path) -> None:
+    assert folder.is_dir()
+
+
+def colour(folder: Path, n: int = 60) -> None:
+    networks = module("benchmarks.harm.networks")
     y, count = np.arange(n).astype(np.uint8) % 10, np.array([n])
     test = {"n_x_test": count, "webp_x_test_0": mosaic(n, 0), "y_test": y}
     np.savez(folder / "cifar10_webp.npz", **test, n_x_train=count, webp_x_train_0=mosaic(n, 1), y_train=y)
@@ -65,31 +85,139 @@ def colour(folder: Path, n: int = 60) -> None:
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("study", "fill"), [("uq_mnist", grey), ("uq_cifar10", colour)])
-def test_a_study_runs_at_toy_size_and_goes_on_where_it_was(tmp_path, study, fill):
+STUDIES = {
+    "uq_mnist": (grey,),
+    "uq_cifar10": (colour,),
+    "cost": (grey, colour),
+    "configurations": (grey, colour),
+    "structures_fmnist": (grey,),
+    "selection": (tables,),
+    "three_steps": (nothing,),
+}
+
+
+def rows_of(folder: Path, study: str) -> dict[str, dict]:
+    """Run a study twice at toy size and return its rows; the second time, nothing is computed again."""
     pytest.importorskip("matplotlib")
-    fill(tmp_path)
-    flags = ["--data", str(tmp_path), "--quick", "--cache", str(tmp_path / "cache"), "--results", str(tmp_path / "out")]
+    flags = ["--data", str(folder), "--quick", "--cache", str(folder / "cache"), "--results", str(folder / "out")]
+    for fill in STUDIES[study]:
+        fill(folder)
     first = run(study, *flags)
     assert first.returncode == 0, first.stderr
-    results = tmp_path / "out" / f"{study.replace('_', '-')}-quick.json"
-    found = json.loads(results.read_text())["rows"]
+    results = folder / "out" / f"{study.replace('_', '-')}-quick.json"
     assert results.with_suffix(".png").exists()
+    written = results.stat().st_mtime_ns
+    assert run(study, *flags).returncode == 0
+    assert results.stat().st_mtime_ns == written
+    return json.loads(results.read_text())["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", ["uq_mnist", "uq_cifar10"])
+def test_a_study_of_uncertainty_runs_at_toy_size_and_goes_on_where_it_was(tmp_path, study):
+    found = rows_of(tmp_path, study)
     assert {"MAP", "temperature", "LA", "mixture of LA"} <= {name.split("/")[0] for name in found}
+    if study == "uq_cifar10":
+        whole = json.loads((tmp_path / "out" / "uq-cifar10-whole-quick.json").read_text())["rows"]
+        assert {"MAP", "LA all weights evidence", "LA all weights calibrated", "SWAG"} <= set(whole)
+        found |= whole
     for row in found.values():
         for scores in row["sets"].values():
             assert scores["nll"] > 0
             assert 0 <= scores["accuracy"] <= 1
         for scores in row["ood"].values():
             assert 0 <= scores["confidence"] <= 1
-    written = results.stat().st_mtime_ns
-    assert run(study, *flags).returncode == 0
-    assert results.stat().st_mtime_ns == written  # nothing was computed again
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("study", ["uq_mnist", "uq_cifar10", "cost"])
+def test_costs_are_measured_at_toy_size(tmp_path):
+    pytest.importorskip("bayesian_torch")
+    pytest.importorskip("posteriors")
+    found = rows_of(tmp_path, "cost")
+    assert {"MAP", "LA", "DE-5", "mixture of LA", "SWAG", "VB", "CSGHMC"} <= set(found["lenet"]["methods"])
+    assert {"MAP", "LA", "LA all weights", "SWAG", "ensemble of 4"} <= set(found["resnet20"]["methods"])
+    for case in found.values():
+        alone = case["methods"]["MAP"]
+        assert alone["training"] == 1
+        assert all(row["training"] >= 1 for name, row in case["methods"].items() if name != "MC dropout")
+        assert all(row["mb"] >= alone["mb"] for row in case["methods"].values())
+
+
+@pytest.mark.slow
+def test_configurations_are_tried_at_toy_size(tmp_path):
+    found = rows_of(tmp_path, "configurations")
+    assert {"cifar10/MAP", "fmnist/temperature", "fmnist/all/kron/ggn/auto/one_vs_rest"} <= set(found)
+    assert all(row["nll"] > 0 and 0 <= row["auroc_confidence"] <= 1 for row in found.values())
+
+
+@pytest.mark.slow
+def test_structures_are_trained_at_toy_size(tmp_path):
+    found = rows_of(tmp_path, "structures_fmnist")
+    assert set(found) == {f"{name}/0" for name in ("MAP", "diag", "kron", "ekfac", "block", "full")}
+    assert all(row["log_likelihood"] < 0 and 0 <= row["auroc"] <= 1 for row in found.values())
+
+
+@pytest.mark.slow
+def test_networks_are_selected_at_toy_size(tmp_path):
+    found = rows_of(tmp_path, "selection")
+    assert any(name.endswith("-jitter") for name in found)
+    assert all({"evidence_all", "evidence_last_layer", "log_likelihood"} <= set(row) for row in found.values())
+
+
+@pytest.mark.slow
+def test_the_three_steps_are_drawn_at_toy_size(tmp_path):
+    (measured,) = rows_of(tmp_path, "three_steps").values()
+    assert 0 <= measured["truth_in_band_near_data"] <= 1
+
+
+def test_the_divergence_of_variational_bayes_is_the_sum_over_all_weights():
+    training = module("experiments.uq_mnist.training")
+    layer, model = nn.Module(), nn.Module()
+    layer.mu_weight, layer.rho_weight = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+    layer.mu_bias, layer.rho_bias = (nn.Parameter(torch.randn(3)) for _ in range(2))
+    model.add_module("layer", layer)
+    expected, prior = 0.0, 0.7
+    for mu, rho in ((layer.mu_weight, layer.rho_weight), (layer.mu_bias, layer.rho_bias)):
+        s, m = rho.detach().double().exp().log1p(), mu.detach().double()
+        terms = (prior / s).log() + (s.square() + m.square()) / (2 * prior**2) - 0.5
+        expected += float(terms.sum())
+    assert training.divergence(model, prior).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_pareto_front_is_what_no_point_beats_in_both():
+    pytest.importorskip("matplotlib")
+    pareto = module("experiments.configurations.__main__").pareto
+    rng = np.random.default_rng(0)
+    points = {f"p{i}": {"nll": a, "auroc_confidence": b} for i, (a, b) in enumerate(rng.random((40, 2)).round(1))}
+
+    def beaten(one: dict, other: dict) -> bool:
+        better = other["nll"] <= one["nll"] and other["auroc_confidence"] >= one["auroc_confidence"]
+        return better and other != one
+
+    front = {tuple(points[name].values()) for name in pareto(points)}
+    expected = {tuple(p.values()) for p in points.values() if not any(beaten(p, q) for q in points.values())}
+    assert front == expected
+
+
+def test_claims_are_judged_by_the_numbers_beside_them():
+    claims = module("experiments.claims")
+
+    def row(nll: list[float], auroc: float) -> dict:
+        sets = {f"r{i}": {"nll": value} for i, value in enumerate(nll)}
+        return {"sets": sets, "ood": {"far": dict.fromkeys(("confidence", "entropy", "epistemic"), auroc)}}
+
+    table = {"MAP": row([0.1, 1.0], 0.8), "temperature": row([0.1, 0.9], 0.8), "DE-5": row([0.1, 0.8], 0.9)}
+    table |= {"LA": row([0.11, 0.95], 0.8), "LA calibrated": row([0.1, 0.9], 0.8), "mixture of LA": row([0.1, 1], 0.91)}
+    text = claims.verdicts({"toy": table}, None)
+    assert "| LA is at least as good as MAP in NLL on every set | no | r0 -0.0100" in text
+    assert "loses on 1 of 2, most on r0 (0.0100)" in text
+    assert "| LA calibrated is at least as good as MAP in NLL on every set | yes |" in text
+    assert "temperature scaling in NLL, mean of shifted sets | no | 0.950 against 0.900 nats" in text
+    assert text.count("| yes | 0.9100 against 0.9000 |") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", ["uq_mnist", "uq_cifar10", "cost", "configurations", "structures_fmnist"])
 def test_a_missing_folder_is_named(tmp_path, study):
     nothing = run(study)
     assert nothing.returncode == 1

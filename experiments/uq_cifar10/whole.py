@@ -1,0 +1,116 @@
+"""The methods that run a whole network for each prediction: a posterior of all weights, and SWAG from the trained ones.
+
+They are too slow on one core for four networks and all images: the ResNet-20 on the first images of each set. The
+methods of its last layer are scored on the same images beside them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from benchmarks.harm.data import Folder
+from benchmarks.harm.networks import ResNet, trained_resnet
+from experiments.uq.cache import Cache
+from experiments.uq.methods import Method, posteriors, rescaled, single
+from experiments.uq.shuffled import Shuffled
+from experiments.uq_cifar10.data import CORRUPTED, UNKNOWN, Images, chosen, read
+from experiments.uq_cifar10.features import images, labels
+from torch import Tensor
+
+from laplace import Laplace
+from laplace.rivals import SWAG
+
+LAYERS = 20
+BATCH = 100
+Labelled = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many images are scored and trained on."""
+
+    test: int = 800
+    corrupted: int = 200  # of each severity
+    outside: int = 300
+    fitted: int = 10_000  # training images that posteriors of all weights are fitted to
+    validation: int = 500  # for posteriors of all weights
+    iterates: int = 20  # of SWAG
+    between: int = 1250  # images between two of them
+    renewed: int = 1000  # images for the statistics of BatchNorm
+    draws: int = 20
+
+    @property
+    def part(self) -> tuple[int, int, int]:
+        """Return how many images of each kind are scored."""
+        return self.test, self.corrupted, self.outside
+
+
+QUICK = Sizes(test=20, corrupted=10, outside=10, fitted=100, validation=20, iterates=3, between=40, renewed=40, draws=2)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The same images as `Images` has features of."""
+
+    network: ResNet
+    train: Labelled
+    validation: Labelled
+    labelled: dict[str, Labelled]
+    outside: dict[str, Tensor]
+
+
+def methods(folder: Folder, cache: Cache, sizes: Sizes, n: int | None) -> Iterator[tuple[Method, Images | Pixels]]:
+    """Yield the methods of the last layer, then those of all weights, with what they read."""
+    seen = read(folder, cache, n, (LAYERS,), sizes.part)
+    yield single(seen.networks[0]), seen
+    yield rescaled("temperature", seen.networks, seen.validation), seen
+    for method in posteriors(seen.networks[0], seen.train, seen.validation):
+        yield method, seen
+    pixels = _pixels(folder, sizes, n)
+    for method in _all_weights(pixels, sizes):
+        yield method, pixels
+    begun, swag = time.process_time(), SWAG(pixels.network, "classification", sizes.iterates, sizes.draws)
+    swag.run(Shuffled(pixels.train, sizes.between, 0, BATCH), n_iterates=sizes.iterates, lr=0.01)
+    swag.draw(list(Shuffled(pixels.train, sizes.renewed, 0, BATCH)))
+    yield Method("SWAG", swag, None, time.process_time() - begun), pixels
+
+
+def _all_weights(pixels: Pixels, sizes: Sizes) -> Iterator[Method]:
+    """Yield posteriors of all weights: kron with the sketched GGN, one backward pass per batch."""
+    x, y = (t[: sizes.fitted] for t in pixels.train)
+    batches, start = list(zip(x.split(BATCH), y.split(BATCH), strict=True)), time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # BatchNorm has no Kronecker form: it is kept as dense blocks
+        la = Laplace(pixels.network, "classification", "all", "kron", curvature="sketch")
+        la.fit(batches, generator=torch.Generator().manual_seed(0))
+        fitted = time.process_time() - start
+        for name in ("LA all weights evidence", "LA all weights calibrated"):
+            own, start = copy.copy(la), time.process_time()
+            if name.endswith("calibrated"):
+                own.calibrate(tuple(t[: sizes.validation] for t in pixels.validation))
+            else:
+                own.tune("prior_precision", method="evidence")
+            found = {"prior_precision": float(own.prior_precision.reshape(-1)[0])}
+            found["softmax_temperature"] = own.softmax_temperature
+            yield Method(name, own, None, fitted + time.process_time() - start, found)
+
+
+def _pixels(folder: Folder, sizes: Sizes, n: int | None) -> Pixels:
+    """Read the images themselves."""
+    y = {name: values[:n] for name, values in labels(folder).items()}
+    files = {name: images(folder, name, n) for name in ("test", *UNKNOWN)}
+    index = chosen(folder, {name: len(x) for name, x in files.items()}, n).first(*sizes.part)
+    labelled = {"c0": (files["test"][index.test], y["test"][index.test])}
+    labelled |= {name: (images(folder, name, n)[index.corrupted], y["c"][index.corrupted]) for name in CORRUPTED}
+    return Pixels(
+        trained_resnet(LAYERS, folder.model(f"cifar10_resnet{LAYERS}")),
+        (images(folder, "train", n), y["train"]),
+        (files["test"][index.validation], y["test"][index.validation]),
+        labelled,
+        {name: files[name][index.outside[name]] for name in UNKNOWN},
+    )
