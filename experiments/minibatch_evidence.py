@@ -45,7 +45,9 @@ CNN: dict[str, dict[str, Any]] = {
 }
 
 
-def train_small(task: str, data: Data, shape: tuple[int, int], structure: str, epochs: int, seed: int, how: str) -> dict:
+def train_small(
+    task: str, data: Data, shape: tuple[int, int], structure: str, epochs: int, seed: int, how: str
+) -> dict:
     """One small network, and the optimum of its evidence at the weights where training ended."""
     x, y, test_x, test_y = data
     options = {"batch": 50} | SMALL[how]
