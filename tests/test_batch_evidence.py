@@ -16,7 +16,7 @@ from laplace.online.bound import Bound, batch_bound
 from laplace.online.running import Running
 from laplace.priors import StudentT
 from networks import cut, make
-from test_marglik_training import NOISE, Interrupted, Noisy, loader, small, wave
+from test_marglik_training import Interrupted, Noisy, loader, small, wave
 
 pytestmark = pytest.mark.filterwarnings("ignore:kron keeps:laplace.errors.LaplaceWarning")
 STILL = {"optimizer_cls": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.0}}
@@ -134,17 +134,15 @@ def test_with_all_data_in_one_batch_running_is_the_usual_way():
 
 
 def test_running_sums_lead_to_the_same_optimum():
-    found = {}
+    found = []
     for how in ({"marglik_frequency": 10}, {"evidence": "running", "marglik_frequency": 2}):
-        la, _, evidences, _ = marglik_training(
-            small(), loader(), "regression", n_epochs=150, optimizer_kwargs={"lr": 3e-2}, **how
-        )
-        assert float(la.sigma_noise) == pytest.approx(NOISE, rel=0.15)
-        at_rest = float(la.log_marginal_likelihood())
+        la, *_ = marglik_training(small(), loader(), "regression", n_epochs=300, optimizer_kwargs={"lr": 1e-2}, **how)
+        found.append((float(la.log_marginal_likelihood()), float(la.sigma_noise)))
         la.optimize_prior_precision(prior_structure="layerwise", tune_sigma_noise=True)
-        assert float(la.log_marginal_likelihood()) - at_rest < 0.5
-        found[len(evidences)] = la.sigma_noise
-    assert_close(found[15], found[150], tolerance=0.05)
+        assert float(la.log_marginal_likelihood()) - found[-1][0] < 0.3  # of the optimum at the final weights
+    (usual, noise), (evidence, other) = found
+    assert evidence == pytest.approx(usual, abs=2)
+    assert other == pytest.approx(noise, rel=0.05)
 
 
 def test_adam_on_the_bound_reaches_the_optimum_of_full_with_all_data_in_one_batch():

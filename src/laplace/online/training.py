@@ -159,7 +159,8 @@ class Training:
             return self.schedule.before_batch(batch, epoch, self.data.n)
         except (InputError, NumericalError) as error:
             where = f"epoch {epoch}, batch {batch.index}: "
-            hint = "" if all(p.isfinite().all() for p in self.la.model.parameters()) else " " + _DIVERGED
+            fine = isinstance(error, InputError) and all(p.isfinite().all() for p in self.la.model.parameters())
+            hint = "" if fine else " " + _DIVERGED
             raise type(error)(where + str(error).removeprefix(f"batch {batch.index}: ") + hint) from error
 
     def _steps(self) -> Iterator[tuple[Batch, int, int]]:
