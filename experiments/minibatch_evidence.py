@@ -6,7 +6,8 @@
    from the optimum of the evidence at the final weights, what is lost by that, and how well does each predict?
 2. With --data (or LAPLACE_DATA): a small CNN on 10,000 images of Fashion-MNIST. CPU seconds and test NLL.
 
-Every row is written to experiments/results/minibatch-evidence-*.json as it is found; the same command goes on from there.
+Every row is written to experiments/results/minibatch-evidence-*.json once it is found; the same command goes on from
+there.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def main() -> None:
     args = parser.parse_args()
     quick = "-quick" if args.quick else ""
     if not args.only_cnn:
-        settings = {"seeds": 1, "epochs": 30} if args.quick else {"seeds": 2, "epochs": 300}
+        settings = {"seeds": 1, "epochs": 30} if args.quick else {"seeds": 1, "epochs": 300}
         small(Rows(f"minibatch-evidence-small{quick}", settings), settings)
     if args.data:
         images, epochs = (1000, 1) if args.quick else (IMAGES, 4)
