@@ -6,7 +6,8 @@
    from the optimum of the evidence at the final weights, what is lost by that, and how well does each predict?
 2. With --data (or LAPLACE_DATA): a small CNN on 10,000 images of Fashion-MNIST. CPU seconds and test NLL.
 
-Every row is written to experiments/results/minibatch-evidence.json as it is found; the same command goes on from there.
+Every row is written to experiments/results/minibatch-evidence-*.json once it is found; the same command goes on from
+there.
 """
 
 from __future__ import annotations
@@ -135,14 +136,13 @@ def main() -> None:
     parser.add_argument("--data", default=os.environ.get(VARIABLE), help="folder with fashion_mnist.npz")
     parser.add_argument("--only-cnn", action="store_true", help="leave the small networks out")
     args = parser.parse_args()
-    settings = {"seeds": 3, "epochs": 300, "images": IMAGES, "cnn epochs": 4}
-    if args.quick:
-        settings = {"seeds": 1, "epochs": 30, "images": 1000, "cnn epochs": 1}
-    rows = Rows(f"minibatch-evidence{'-quick' if args.quick else ''}", settings)
+    quick = "-quick" if args.quick else ""
     if not args.only_cnn:
-        small(rows, settings)
+        settings = {"seeds": 1, "epochs": 30} if args.quick else {"seeds": 1, "epochs": 300}
+        small(Rows(f"minibatch-evidence-small{quick}", settings), settings)
     if args.data:
-        images, epochs = settings["images"], settings["cnn epochs"]
+        images, epochs = (1000, 1) if args.quick else (IMAGES, 4)
+        rows = Rows(f"minibatch-evidence-cnn{quick}", {"images": images, "epochs": epochs})
         found = [rows.get(f"cnn/{how}", partial(train_cnn, args.data, images, epochs, how)) for how in CNN]
         print(f"\n{images:,} images of Fashion-MNIST, {epochs} epochs, batches of 128")
         print(f"  {'':38s}{'CPU s':>8s}{'last fit':>10s}{'log evidence':>14s}{'test NLL':>10s}{'network':>9s}")

@@ -691,3 +691,36 @@ def softmax_of_independent(f: Tensor, u: Tensor, width: float = 8.0, step: float
     below, density = torch.stack(below), torch.stack(density)
     logs = below.clamp(min=1e-300).log()
     return ((logs.sum(0) - logs).exp() * density).sum(1) * (y[1] - y[0])
+
+
+def evidence_of_parts(
+    model: nn.Module,
+    names: list[str],
+    parts: list[tuple[Tensor, Tensor]],
+    task: str,
+    delta: Tensor,
+    sigma: float | Tensor = 1.0,
+    temperature: float = 1.0,
+    curvature: str = "ggn",
+    each_vector: bool = False,
+) -> Tensor:
+    """The evidence of the full GGN, but with log det(1 + s K) summed over parts of the data, K of a part alone.
+
+    With `each_vector`, the columns of the Cholesky factor of Lambda are parts of their own within each batch.
+    """
+    log_lik = ratio = torch.zeros((), dtype=torch.float64)
+    for x, y in parts:
+        dense = fit(model, names, x, y, task, "full", curvature)
+        log_lik = log_lik + dense.loglik(sigma) / temperature  # type: ignore[operator]
+        scale = sigma**-dense.power / temperature if task == "regression" else 1 / temperature
+        jac = jacobian(model, names, x)
+        if not each_vector:
+            ratio = ratio + torch.logdet(torch.eye(len(delta), dtype=delta.dtype) + scale * dense.h / delta)
+            continue
+        lam = hessian_of_loss(task, model(x).detach(), y)
+        root = torch.linalg.cholesky(lam + 1e-14 * torch.eye(lam.shape[-1], dtype=lam.dtype))
+        for column in root.unbind(2):
+            rows = torch.einsum("nc,ncp->np", column, jac)
+            ratio = ratio + torch.logdet(torch.eye(len(x), dtype=delta.dtype) + scale * (rows / delta) @ rows.T)
+    mean = torch.cat([dict(model.named_parameters())[k].detach().flatten() for k in names])
+    return log_lik - 0.5 * ((delta * mean.square()).sum() + ratio)

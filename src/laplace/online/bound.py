@@ -1,7 +1,7 @@
 """Estimate a lower bound of the evidence from a single batch, and climb it with Adam (Immer et al. 2023).
 
-Let G be the rows J^T v of the vectors v behind Lambda (sum of v v^T = Lambda), and K = sum over tensors b of G_b G_b^T /
-delta_b their kernel. The determinant of the full GGN is one of rows, and is at most the product over any parts of them:
+Let G be the rows J^T v of the vectors v behind Lambda (sum of v v^T = Lambda), and K their kernel, the sum over tensors
+b of G_b G_b^T / delta_b. By Fischer's inequality a determinant is at most the product of those of its diagonal blocks:
 
     log det(s H + D) - log det D = log det(1 + s K) <= sum over parts of log det(1 + s K_part)
 
@@ -9,8 +9,8 @@ Parts are batches, or single vectors of the root of Lambda in a batch. So for a 
 
     (N/B) [ (1/T) log p(batch) - 1/2 log det(1 + s K_batch) ] - 1/2 sum of delta_b |theta_b - mu_b|^2
 
-is an unbiased estimate of a lower bound of the log evidence of hessian_structure='full'. With all data in one batch it is
-that evidence. With x_b = log delta_b, z = log sigma, s ~ sigma^(-2q) and tau_b = tr((1 + s K)^-1 s K_b / delta_b):
+is an unbiased estimate of a lower bound of the log evidence of hessian_structure='full'. With all data in one batch it
+is that evidence. With x_b = log delta_b, z = log sigma, s ~ sigma^(-2q) and tau_b = tr((1 + s K)^-1 s K_b / delta_b):
 
     d/dx_b = 1/2 [ (N/B) tau_b - delta_b |theta_b - mu_b|^2 ],    d/dz = (N/B) [ L'/T + q sum of tau_b ]
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Adam
 
 from laplace.curvature import GGN
-from laplace.errors import InputError, OptionError
+from laplace.errors import InputError, OptionError, within
 from laplace.inference.targets import counted
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
@@ -94,11 +94,12 @@ class BatchBound:
 def batch_bound(runs: BatchRuns, batch: Batch, n: int, generator: torch.Generator | None = None) -> BatchBound:
     """Run the network on a batch of `n` examples in all, and return what the bound needs of it.
 
-    The exact GGN is one part of R = B C rows. Of a sketch, `samples` vectors of the root are drawn, the same ones for all
-    examples, and are a part of B rows each.
+    The exact GGN is one part of R = B C rows. For a sketch, `samples` vectors of the root are drawn, the same ones for
+    all examples, and each is a part of B rows.
     """
     engine, spec = runs.engine(batch), runs.runner.spec
-    forward, targets, _ = counted(engine.forward(batch.inputs), batch, spec.likelihood)
+    with within(f"batch {batch.index}"):
+        forward, targets, _ = counted(engine.forward(batch.inputs), batch, spec.likelihood)
     estimator = runs.estimator
     drawn = estimator.draws
     make = GGN() if drawn else estimator

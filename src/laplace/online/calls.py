@@ -165,7 +165,7 @@ def marglik_training(
         groups,
         not fix_sigma_noise and la.likelihood.has_noise,
         n_hypersteps,
-        lr_hyp * n_hypersteps if make is Epochs else lr_hyp,
+        lr_hyp * (n_hypersteps if make is Epochs else 1),
         whole_number(marglik_frequency, "marglik_frequency"),
         whole_number(n_epochs_burnin, "n_epochs_burnin", 0),
         generator_or_none(generator),
@@ -187,8 +187,8 @@ def marglik_training(
     n_epochs = whole_number(n_epochs, "n_epochs")
     if reduce.size > 1 and make is not Epochs:
         raise UnsupportedError(
-            f"evidence={evidence!r} reads the batches of one process; group= has {reduce.size}. Take evidence='epochs', "
-            "whose evidence is that of all data on all processes."
+            f"evidence={evidence!r} reads the batches of one process; group= has {reduce.size}. Take "
+            "evidence='epochs', which is that of all data on all processes."
         )
     optimizer = optimizer_cls((p for p in model.parameters() if p.requires_grad), **_without_decay(optimizer_kwargs))
     scheduler = scheduler_cls(optimizer, **dict(scheduler_kwargs or {})) if scheduler_cls is not None else None

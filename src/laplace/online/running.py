@@ -1,7 +1,7 @@
 """Keep running averages of the sums that a fit makes, and move by their evidence.
 
-A fit's sums are totals over the data: X = sum over n of x_n, of Kronecker factors, diagonals and log-likelihoods. A batch
-of B examples gives the estimate (N / B) sum over the batch of x_n, at the weights of the moment. The average over past
+A fit's sums are totals over the data, X = sum over n of x_n: Kronecker factors, diagonals, log-likelihoods. A batch of
+B examples gives the estimate (N / B) sum over the batch of x_n, at the weights of the moment. The average over past
 batches forgets a batch after about an epoch:
 
     X <- (1 - w) X + w (N / B) sum over the batch of x_n,      w = k B / N, if every k-th batch is used

@@ -1,4 +1,4 @@
-"""Say when prior and noise move during training, and by which evidence. The usual one is that of all data, after an epoch."""
+"""Say when prior and noise move during training, and by which evidence: usually that of all data, after an epoch."""
 
 from __future__ import annotations
 

@@ -156,10 +156,12 @@ class Training:
         """Let the schedule move prior and noise before this batch. Return whether it did."""
         epoch = len(self.losses) + 1
         try:
-            with within(f"epoch {epoch}"):
-                return self.schedule.before_batch(batch, epoch, self.data.n)
-        except NumericalError as error:
-            raise NumericalError(f"{error} {_DIVERGED}") from error
+            return self.schedule.before_batch(batch, epoch, self.data.n)
+        except (InputError, NumericalError) as error:
+            where = f"epoch {epoch}, batch {batch.index}: "
+            fine = isinstance(error, InputError) and all(p.isfinite().all() for p in self.la.model.parameters())
+            hint = "" if fine else " " + _DIVERGED
+            raise type(error)(where + str(error).removeprefix(f"batch {batch.index}: ") + hint) from error
 
     def _steps(self) -> Iterator[tuple[Batch, int, int]]:
         """Yield batches, with their size and that on all ranks. A rank without more runs a spare one that counts 0."""
