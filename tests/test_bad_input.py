@@ -193,7 +193,7 @@ def test_a_prior_of_the_wrong_length_says_which_are_right(la):
         ({"prior_prec": 1.0}, "Laplace has no option 'prior_prec'"),
         ({"last_layer_name": 3}, "last_layer_name=3 must be the name of a module"),
         ({"damping": torch.ones(2)}, r"damping=tensor\(\[1\., 1\.\]\) is not an option"),
-        ({"hessian_structure": "full", "seed": torch.ones(2)}, "belongs to hessian_structure='gp'"),
+        ({"hessian_structure": "full", "seed": torch.ones(2)}, "belongs to hessian_structure='matrix_free' or 'gp'"),
         ({"backend_kwargs": torch.ones(2)}, "goes with backend"),
         ({"weight_sharing": "both"}, r"weight_sharing='both'.*'expand', 'reduce'"),
     ],

@@ -210,7 +210,8 @@ def _made(value: Any, options: Mapping[str, Any]) -> Structure:
         if key == "functional_approximation" or key in made.options or unchanged(given, STRUCTURE_OPTIONS[key]):
             continue
         owners = [repr(other) for other, s in STRUCTURES.items() if key in s.options]
-        owners += [_of_gp(kind) for kind, s in FUNCTIONAL.items() if key in s.options]
+        functional = [_of_gp(kind) for kind, s in FUNCTIONAL.items() if key in s.options]
+        owners += ["'gp'"] if len(functional) == len(FUNCTIONAL) else functional
         this = next((_of_gp(kind) for kind, s in FUNCTIONAL.items() if s is made), repr(made.name))
         raise OptionError(
             f"{key}={shown(given)} belongs to hessian_structure={' or '.join(owners)}; {this} has no such option."

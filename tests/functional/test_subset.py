@@ -192,7 +192,7 @@ def test_what_is_asked_of_weights_says_what_there_is(approximation):
         ({"functional_approximation": "nystrom", "independent_outputs": True}, "independent_outputs=True belongs to"),
         ({"damping": True}, "damping=True belongs to hessian_structure='kron'"),
         ({"hessian_structure": "kron", "n_subset": 5}, "n_subset=5 belongs to hessian_structure='gp'"),
-        ({"hessian_structure": "diag", "seed": 5}, "seed=5 belongs to hessian_structure='gp'"),
+        ({"hessian_structure": "diag", "seed": 5}, "seed=5 belongs to hessian_structure='matrix_free' or 'gp'; 'diag'"),
         ({"hessian_structure": "full", "functional_approximation": "nystrom"}, "belongs to hessian_structure='gp'"),
         ({"subset_of_weights": "all", "curvature": "hessian"}, "'gp' cannot hold an exact Hessian"),
     ],

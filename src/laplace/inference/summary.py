@@ -73,9 +73,9 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 def _evidence(posterior: Posterior) -> str:
-    if not posterior.gaussian.logdet_known:
-        return "evidence not computed yet"
     try:
+        if not posterior.gaussian.logdet_known:
+            return "evidence not computed yet"
         return f"log evidence {float(posterior.log_evidence.detach()):.2f}"
     except LaplaceError as error:  # e.g. the prior or noise was set to extreme values
         return f"no evidence: {error}"
