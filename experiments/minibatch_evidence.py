@@ -39,10 +39,6 @@ CNN: dict[str, dict[str, Any]] = {
     "bound, every batch": {"evidence": "bound", "curvature": "sketch"},
     "running, every 10 batches": {"evidence": "running", "marglik_frequency": 10},
     "epochs": {},
-    "epochs, sketch": {"curvature": "sketch"},
-    "running, every 10 batches, sketch": {"evidence": "running", "marglik_frequency": 10, "curvature": "sketch"},
-    "bound, every 5 batches": {"evidence": "bound", "marglik_frequency": 5, "curvature": "sketch"},
-    "bound, every 10 batches, all outputs": {"evidence": "bound", "marglik_frequency": 10},
 }
 
 
