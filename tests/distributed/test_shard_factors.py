@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from laplace import Laplace
 from laplace.distributed import ShardSampler, buckets, together
 from laplace.errors import LaplaceError
 from laplace.structures import Kron
+from peak import peak
 from ranks import Pool
 
 N = 37
@@ -144,13 +144,13 @@ def peak_of_a_fit(shard: bool) -> int:
     whole = TensorDataset(torch.randn(32, 700), torch.arange(32) % 3)
     few = TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
     Laplace(nn.Linear(4, 3), "classification", "all").fit(DataLoader(few, 4), group=None).predict(few.tensors[0])
-    world, before = distributed.group.WORLD, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    world, before = distributed.group.WORLD, peak()
     la = Laplace(model, "classification", "all", curvature="sketch")
     la.fit(DataLoader(whole, 8, sampler=ShardSampler(whole)), group=world, shard_factors=shard)
     with together(world):
         la.log_marginal_likelihood()
         la.predict(whole.tensors[0][:4], diagonal_output=True)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return peak() - before
 
 
 @pytest.mark.slow

@@ -333,10 +333,11 @@ def test_inf_does_not_depend_on_its_pieces(chunk, monkeypatch):
 @pytest.mark.slow
 def test_a_large_layer_fits_samples_and_predicts_in_a_gigabyte():
     program = """
-import resource, sys
+import sys
 sys.path[:0] = sys.argv[1:]
 import torch
 from laplace import Laplace
+from peak import peak
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(20, 1000), torch.nn.ReLU(), torch.nn.Linear(1000, 1000), torch.nn.ReLU(),
                             torch.nn.Linear(1000, 10))
@@ -344,7 +345,7 @@ x, y = torch.randn(256, 20), torch.arange(256) % 10
 la = Laplace(model, "classification", "all", "inf", rank=100).fit([(x[:128], y[:128]), (x[128:], y[128:])])
 numbers = [la.log_marginal_likelihood(), la.sample(5), la.predict(x[:64]).outputs.covariance, la.posterior_variance]
 assert all(n.isfinite().all() for n in numbers)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peak())
 """
     run = [sys.executable, "-c", program, *sys.path]
     done = subprocess.run(run, capture_output=True, text=True, check=True)

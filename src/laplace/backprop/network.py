@@ -36,7 +36,7 @@ from laplace.predictive.positions import Positions
 from laplace.weights.selection import Selection
 
 _NARROW = 2**18  # most numbers in the outputs of all layers for which batches are run together
-_AT_ONCE = 2**21  # most numbers of G at a time: malloc gives larger blocks back, and gets them again page by page
+_AT_ONCE = 2**19  # most numbers of G at a time: larger blocks cost page faults, or stay in malloc's heap
 
 
 class Network:
