@@ -256,14 +256,18 @@ class Eigh:
         self.bases: list[Basis] = []
 
     def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
-        for other, result in self.seen:
-            if other.shape == matrix.shape and torch.equal(other, matrix):
-                return result
+        if (known := self.known(matrix)) is not None:
+            return known
         values, vectors, clipped = self._decomposed(matrix)
         self.clipped += clipped
         result = values, Basis(vectors)
         self.seen.append((matrix, result))
         return result
+
+    def known(self, matrix: Tensor) -> tuple[Tensor, Basis] | None:
+        """Return the decomposition of an equal matrix, if there was one."""
+        equal = (result for other, result in self.seen if other.shape == matrix.shape and torch.equal(other, matrix))
+        return next(equal, None)
 
     @cached_property
     def in_float32(self) -> RoundedEigh:
@@ -275,9 +279,8 @@ class Eigh:
 
     def of_sketch(self, sketch: Tensor, trace: Tensor) -> tuple[Tensor, Basis]:  # (Gr, D, R), (Gr,) -> (Gr, D), Q
         """Return the eigenvalues and a basis of a matrix of which a sketch was kept."""
-        for other, result in self.seen:
-            if other.shape == sketch.shape and torch.equal(other, sketch):
-                return result
+        if (known := self.known(sketch)) is not None:
+            return known
         values, vectors = nystroem(sketch, trace)
         result = values.to(self.dtype), ReflectedBasis(*(part.to(self.dtype) for part in reflections(vectors)))
         self.seen.append((sketch, result))
@@ -300,6 +303,8 @@ class RoundedEigh(Eigh):
         self.exact = exact
 
     def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
+        if (known := self.exact.known(matrix)) is not None:  # of the layer's weight, whose norm is larger
+            return known
         return super().__call__(matrix) if may_be_rounded(matrix, self.dtype) else self.exact(matrix)
 
     def _decomposed(self, matrix: Tensor) -> Solved:
