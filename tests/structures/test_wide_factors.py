@@ -87,3 +87,17 @@ def test_the_bound_of_the_blur_holds():
     block = wide_block(la)
     assert 0 < block.exact.alpha.max() * block.exact.beta.max() * 1e-8 <= block.blur_bound
     assert block.blur <= block.blur_bound
+
+
+def test_a_bias_takes_the_decomposition_that_its_weight_has_made():
+    """A weight's norm may ask for float64 where that of the bias does not. Both have the same factor B."""
+    torch.manual_seed(0)
+    x, y = 10 * torch.randn(2000, 50), torch.arange(2000) % WIDE
+    la = Laplace(nn.Linear(50, WIDE), "classification", "last_layer", "kron").fit([(x, y)])
+    weight, bias = (block for block in la.posterior.curvature.blocks)
+    largest = [float(la.posterior.scale) * block._norm for block in (weight, bias)]
+    assert largest[0] > 4 * largest[1]
+    la.prior_precision = 3e-2 * (largest[0] * largest[1]) ** 0.5  # covers the rounding of the bias alone
+    la.log_marginal_likelihood()
+    assert (made(weight), made(bias)) == ({"exact"}, {"rounded"})
+    assert bias.rounded.left is weight.exact.left
