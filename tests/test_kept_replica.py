@@ -209,7 +209,7 @@ def test_what_a_run_leaves_in_the_network_does_not_reach_the_next_prediction(net
 def test_a_run_that_leaves_something_is_not_kept_in_memory(weights):
     la, x = fitted(Remembering, weights=weights)
     la(x)
-    assert not la.runner._ready._idle
+    assert not la.runner.ready._idle
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -93,6 +93,28 @@ def path_of(value: Any, what: str) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise OptionError(f"{what}={shown(value)} must name a file, as in {what}='a.safetensors'.")
     return Path(text)
+
+
+def dtype_name(value: Any, what: str, allowed: Sequence[str]) -> str | None:
+    """Return the name of a dtype, given as torch has it or by its name. None stays None."""
+    name = str(value).removeprefix("torch.") if isinstance(value, (str, torch.dtype)) else ""
+    if value is not None and name not in allowed:
+        written = ", ".join(f"torch.{one}" for one in allowed)
+        raise OptionError(f"{what}={shown(value)} is not an option. Valid: None, {written}.")
+    return None if value is None else name
+
+
+def device_name(value: Any, what: str) -> str | None:
+    """Return the name of a device that holds numbers, as in 'cpu' or 'cuda:1'. None stays None."""
+    if value is None:
+        return None
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"{what}={shown(value)} is no device. Write {what}='cpu' or {what}='cuda:0'.") from error
+    if device.type == "meta":
+        raise OptionError(f"{what}='meta' holds no numbers. Write {what}='cpu' or {what}='cuda:0'.")
+    return str(device)
 
 
 def how_many(n: int, what: str) -> str:

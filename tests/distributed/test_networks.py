@@ -96,10 +96,7 @@ def sharded(subset: Any) -> dict[str, Any]:
         found["nn"] = bool(la.predict(x, "nn", n_samples=2).mean.isfinite().all())
     shard = DataLoader(data, 4, sampler=ShardSampler(data))
     found["predicted"].append(float((la.predict(shard, group=world).mean - one.predict(x).mean).abs().max()))
-    if subset == "all":
-        found["alone"] = float((la(x) - one(x)).abs().max()) if rank == 1 else 0.0
-    else:
-        found["alone"] = said(lambda: la(x))
+    found["alone"] = said(lambda: la(x))
     found["bad batch"] = said(
         lambda: la.fit(batches if rank == 0 else [(x * float("nan"), data.tensors[1])], group=world)
     )
@@ -135,14 +132,11 @@ def test_a_network_sharded_by_fsdp_has_the_posterior_of_the_plain_one(two, subse
         assert found["nn"]
         assert found["untouched"]
         assert found["untouched after it"]
-        assert "marglik_training changes the weights" in found["trained"]
+        assert re.search(r"of fully_shard .*DistributedDataParallel; or .*Laplace\(model, ...\).fit", found["trained"])
         assert "this is a network in fully_shard, on 2 ranks. Write group=" in found["without group"]
-        there = {"all": "0 1 3", "last_layer": "3"}.get(str(subset), "0").split()
+        there = {"all": "1", "last_layer": "3"}.get(str(subset), "0").split()  # without a norm, 1 has no weights
         assert found["still sharded"] == [f"{i}.{key}" for i in "013" if i not in there for key in ("bias", "weight")]
-        if subset == "all":
-            assert found["alone"] < 1e-10
-        else:
-            assert "UnsupportedError: the network is sharded by fully_shard" in found["alone"]
+        assert "UnsupportedError: the network is sharded by fully_shard" in found["alone"]
     assert "rank 1: batch 0" in one["bad batch"]
     assert "rank 1 failed" in zero["bad batch"]
 
@@ -197,9 +191,12 @@ def test_adapters_on_a_sharded_frozen_base_leave_the_base_sharded(two, structure
         assert found["untouched"]
 
 
-def files(path: str) -> float:
+def files(path: str, frozen: bool) -> float:
     """Save the posterior of a sharded network, and load it on the plain one and on the sharded one."""
     plain, model, world = adapted(), adapted(), distributed.group.WORLD
+    if not frozen:
+        plain.requires_grad_()
+        model.requires_grad_()
     data = TensorDataset(torch.randn(N, 8).double(), torch.arange(N) % 3)
     fully_shard(model)
     la = Laplace(model, "classification", "all")
@@ -211,8 +208,9 @@ def files(path: str) -> float:
         return max(float((back(x) - la(x)).abs().max()), float((again(x) - la(x)).abs().max()))
 
 
-def test_files_of_a_sharded_network_load_on_the_plain_one_and_on_the_sharded_one(two, tmp_path):
-    assert max(two.run(files, str(tmp_path))) < 1e-12
+@pytest.mark.parametrize("frozen", [True, False])
+def test_files_of_a_sharded_network_load_on_the_plain_one_and_on_the_sharded_one(two, tmp_path, frozen):
+    assert max(two.run(files, str(tmp_path), frozen)) < 1e-12
 
 
 def parallel() -> str:

@@ -12,7 +12,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace import Laplace
+from laplace import Laplace, marglik_training
 from laplace.distributed import ShardSampler
 from laplace.errors import LaplaceError, OptionError, ProcessesWarning
 
@@ -54,6 +54,8 @@ def refusals() -> dict[str, str]:
     found = {
         "sampler": said(fit(sharded)),
         "shards": said(fit(DataLoader(data, 8, sampler=ShardSampler(data)))),
+        "accelerate": said(fit(prepare_data_loader(whole, num_processes=2, process_index=distributed.get_rank()))),
+        "training": said(lambda: marglik_training(model, sharded, "classification", n_epochs=1)),
         "whole": said(fit(whole, group=world)),
         "shuffled": said(fit(DataLoader(data, 8, shuffle=True), group=world)),
         "whole in a list": said(fit([*whole], group=world)),
@@ -75,7 +77,7 @@ def refusals() -> dict[str, str]:
 
 def test_shards_without_a_group_are_refused_and_so_is_data_that_every_rank_reads(two):
     for found in two.run(refusals):
-        for name in ("sampler", "shards"):
+        for name in ("sampler", "shards", "accelerate", "training"):
             assert re.search(r"OptionError: the data is divided over 2 ranks.*group=torch.distributed.group.WORLD.*"
                              "group=None", found[name])  # fmt: skip
         for name in ("whole", "shuffled"):

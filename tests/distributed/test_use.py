@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,24 @@ def test_tuning_on_shards_finds_what_one_process_finds(two):
             assert here == pytest.approx(there, rel=1e-8), name
 
 
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """Let everything that sends something to other ranks fail."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was sent to other ranks")
+
+    names = ("all_gather_object", "all_gather", "all_reduce", "reduce", "broadcast", "barrier")
+    own = {name: getattr(distributed, name) for name in names}
+    try:
+        for name in names:
+            setattr(distributed, name, refuse)
+        yield
+    finally:
+        for name in names:
+            setattr(distributed, name, own[name])
+
+
 def predicted() -> dict[str, Any]:
     world, whole = distributed.group.WORLD, data()
     la = Laplace(network(), "classification", "all").fit(shard(whole), group=world)
@@ -106,9 +126,9 @@ def predicted() -> dict[str, Any]:
     torch.manual_seed(5)
     again = [la.predict(shard(whole, 5), "nn", n_samples=5, group=world).mean for _ in range(2)]
     found["two calls draw the same"] = bool(torch.equal(*again))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), nothing_sent():
         warnings.simplefilter("error")
-        found["alone"] = len(la.predict(whole.tensors[0][:3]).mean) if distributed.get_rank() == 0 else 3
+        found["alone"] = [len(la.predict(whole.tensors[0][:3]).mean), len(la(whole.tensors[0][:3]))]
     try:
         la.tune(method="validation", val_loader=DataLoader(whole, 5))
     except LaplaceError as error:
@@ -120,7 +140,7 @@ def test_predictions_of_shards_are_gathered_in_order(two):
     for found in two.run(predicted):
         assert max(found[name] for name in ("shards", "shuffled", "padded", "one rank has none", "nn", "mc")) < 1e-12
         assert not found["two calls draw the same"]
-        assert found["alone"] == 3
+        assert found["alone"] == [3, 3]
         assert "a posterior that 2 ranks fitted together" in found["refused"]
 
 
@@ -168,6 +188,26 @@ def assert_trained(found: list[dict[str, Any]]) -> None:
         assert of_rank["n"] == N
         for name in ("evidence", "loss", "weights", "prior"):
             assert of_rank[name] < 1e-8, (name, of_rank)
+
+
+def running_evidence() -> list[str]:
+    found = []
+    for evidence in ("running", "bound"):
+        try:
+            marglik_training(network(), shard(data()), "classification", evidence=evidence, n_epochs=1,
+                             group=distributed.group.WORLD)  # fmt: skip
+        except LaplaceError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_evidence_of_running_sums_is_refused_on_many_ranks_with_what_to_write(two):
+    for found in two.run(running_evidence):
+        for said, name in zip(found, ("running", "bound"), strict=True):
+            assert said.startswith(
+                f"UnsupportedError: evidence='{name}' reads the batches of one process; group= has 2"
+            )
+            assert "Take evidence='epochs'" in said
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_a_study_of_uncertainty_runs_at_toy_size_and_goes_on_where_it_was(tmp_pa
     assert {"MAP", "temperature", "LA", "mixture of LA"} <= {name.split("/")[0] for name in found}
     if study == "uq_cifar10":
         whole = json.loads((tmp_path / "out" / "uq-cifar10-whole-quick.json").read_text())["rows"]
-        assert {"MAP", "LA all weights evidence", "LA all weights calibrated", "SWAG"} <= set(whole)
+        assert {"MAP", "LA all weights", "LA all weights evidence", "LA all weights calibrated", "SWAG"} <= set(whole)
         found |= whole
     for row in found.values():
         for scores in row["sets"].values():
@@ -131,10 +131,10 @@ def test_a_study_of_uncertainty_runs_at_toy_size_and_goes_on_where_it_was(tmp_pa
 
 @pytest.mark.slow
 def test_costs_are_measured_at_toy_size(tmp_path):
-    pytest.importorskip("bayesian_torch")
-    pytest.importorskip("posteriors")
+    for library in ("bayesian_torch", "ivon", "posteriors"):
+        pytest.importorskip(library)
     found = rows_of(tmp_path, "cost")
-    assert {"MAP", "LA", "DE-5", "mixture of LA", "SWAG", "VB", "CSGHMC"} <= set(found["lenet"]["methods"])
+    assert {"MAP", "LA", "DE-5", "mixture of LA", "SWAG", "VB", "IVON", "CSGHMC"} <= set(found["lenet"]["methods"])
     assert {"MAP", "LA", "LA all weights", "SWAG", "ensemble of 4"} <= set(found["resnet20"]["methods"])
     for case in found.values():
         alone = case["methods"]["MAP"]
@@ -168,6 +168,104 @@ def test_networks_are_selected_at_toy_size(tmp_path):
 def test_the_three_steps_are_drawn_at_toy_size(tmp_path):
     (measured,) = rows_of(tmp_path, "three_steps").values()
     assert 0 <= measured["truth_in_band_near_data"] <= 1
+
+
+@pytest.mark.slow
+def test_tasks_in_a_row_are_learnt_at_toy_size_and_go_on_where_they_were(tmp_path):
+    pytest.importorskip("matplotlib")
+    grey(tmp_path)
+    flags = ["--quick", "--data", str(tmp_path), "--results", str(tmp_path / "out"), "--cache", str(tmp_path / "kept")]
+    command = [sys.executable, str(ROOT / "experiments" / "continual.py"), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    results = tmp_path / "out" / "continual-quick.json"
+
+    def go() -> dict[str, list[dict]]:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(results.read_text())["methods"]
+
+    found = go()
+    assert set(found) == {"map", "diag", "kron"}
+    for rows in found.values():
+        assert [len(row["each"]) for row in rows] == [1, 2, 3, 4, 5]
+        assert all(row["mean"] == pytest.approx(sum(row["each"]) / len(row["each"])) for row in rows)
+    assert go() == found  # nothing was computed again: not even the CPU seconds differ
+
+
+@pytest.mark.parametrize("study", ["shift", "continual_limits", "uq_cifar10", "three_steps", "selection"])
+def test_a_flag_that_a_study_does_not_use_is_refused(study, capsys):
+    main = module(f"experiments.{study}.__main__").main
+    with pytest.raises(SystemExit):
+        main(["--epochs", "3", "--data", "."])
+    assert "unrecognized arguments: --epochs 3" in capsys.readouterr().err
+
+
+def test_flags_win_over_the_settings_of_the_page_and_of_quick(tmp_path):
+    started = module("experiments.uq.start").started
+
+    def chosen(*flags: str) -> tuple[int, int]:
+        where = ["--data", str(tmp_path), "--cache", str(tmp_path), "--results", str(tmp_path)]
+        study = started("toy", "A toy.", [*where, *flags], seeds=3, epochs=8)
+        return study.seeds, study.epochs
+
+    threads = torch.get_num_threads()
+    try:
+        assert chosen() == (3, 8)
+        assert chosen("--quick") == (1, 1)
+        assert chosen("--epochs", "2") == (3, 2)
+        assert chosen("--quick", "--seeds", "2", "--epochs", "5") == (2, 5)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_keep_the_cpu_seconds_of_all_runs(tmp_path):
+    rows, path = module("experiments.uq.start").Rows, tmp_path / "toy.json"
+
+    def spent(name: str) -> float | None:
+        rows(path, {"n": 1}).get(name, lambda: {"sum": sum(i * i for i in range(2_000_000))})
+        return json.loads(path.read_text()).get("cpu_seconds")
+
+    first, second = spent("a"), spent("b")
+    assert first is not None
+    assert second is not None
+    assert 0 < first < second
+    assert spent("b") == second  # what is there takes no time
+    old = json.loads(path.read_text())
+    del old["cpu_seconds"]
+    path.write_text(json.dumps(old))
+    assert spent("c") is None  # the first runs are not known: a sum of the last one alone would mislead
+
+
+def test_the_cpu_seconds_of_mnist_count_every_training_once(tmp_path):
+    seconds = module("experiments.spent").seconds
+
+    def row(train: float, fit: float, predict: float) -> dict:
+        return {"train_seconds": train, "fit_seconds": fit, "seconds": predict}
+
+    rows = {"MAP/0": row(2, 0, 0.1), "LA/0": row(2, 3, 0.2), "DE-5/0": row(10, 0, 0.3)}
+    rows |= {"DE-5 temperature/0": row(10, 1, 0.4), "mixture of LA/0": row(10, 15, 0.5), "VB/0": row(2 + 5, 0, 0.6)}
+    rows |= {"IVON/0": row(4, 0, 0.7)}
+    file = tmp_path / "uq-mnist.json"
+    file.write_text(json.dumps({"settings": {}, "rows": rows}))
+    # five networks, the temperature, the fits of all five, VB after its first network, IVON, all predictions
+    assert seconds(file) == pytest.approx(10 + 1 + 15 + 5 + 4 + 2.8)
+    file.write_text(json.dumps({"settings": {}, "cpu_seconds": 7.5, "rows": rows}))
+    assert seconds(file) == 7.5
+
+
+def test_ivon_draws_networks_around_the_one_that_it_trained():
+    pytest.importorskip("ivon")
+    training = module("experiments.uq_mnist.training")
+    rng = torch.Generator().manual_seed(0)
+    y = torch.arange(4000) % 10
+    x = 0.1 * torch.randn(4000, 1, 28, 28, generator=rng)
+    x[torch.arange(4000), 0, 2 * y + 2] = 2.0  # a line whose height tells the class
+    states, seconds = training.online((x, y), 6, 0, 5)
+    networks, kept = training.unpacked(training.packed(states, seconds))
+    assert kept == pytest.approx(seconds, rel=1e-5)
+    weights = torch.stack([torch.cat([p.flatten() for p in net.parameters()]) for net in networks])
+    assert float(weights.std(0).min()) > 0
+    assert all(float((net(x).argmax(1) == y).float().mean()) > 0.9 for net in networks)
 
 
 def test_the_divergence_of_variational_bayes_is_the_sum_over_all_weights():

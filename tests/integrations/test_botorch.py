@@ -179,6 +179,16 @@ def test_other_weights_are_conditioned_in_the_linearised_network_or_refitted():
     assert len(last.train_targets) == len(last.train_inputs[0]) == 23
 
 
+def test_training_data_has_the_shapes_of_botorch():
+    x, y = data(20, 2)
+    model = LaplaceModel(fitted(2), train_X=x, train_Y=y)
+    close(model.train_targets, y.T)
+    more = model.condition_on_observations(torch.rand(3, 2), torch.randn(3, 2))
+    assert more.train_inputs[0].shape == (23, 2)
+    assert more.train_targets.shape == (2, 23)
+    assert model.train_targets.shape == (2, 20)
+
+
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_gradients_are_those_of_finite_differences(weights):
     model = LaplaceModel(fitted(2, weights))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a module's tensors hold N examples.
+    """Says how a module's tensors hold N examples.
 
     first     (N, ...)
     second    (T, N, ...)
@@ -44,6 +44,12 @@ class Arrangement:
         if self.kind == "second":
             return len(shape) > 1 and shape[1] == n
         return len(shape) > 0 and shape[0] > 0 and shape[0] % n == 0
+
+    def per_example(self, shape: torch.Size, n: int) -> tuple[int, ...]:
+        """Return what one of n examples has of a tensor of that shape: the same in batches of any size."""
+        if self.kind == "first":
+            return shape[1:]
+        return (shape[0], *shape[2:]) if self.kind == "second" else (shape[0] // n, *shape[1:])
 
     def alone(self, example: Tensor) -> Tensor:
         """Return one example of `split` as the module takes a batch of one."""

@@ -106,7 +106,7 @@ class _AllExamples(Asked):
 
 @dataclass(frozen=True, eq=False)
 class Times(Asked):
-    """The blocks of each example times a vector, without the C x C blocks where that can be had."""
+    """Multiplies the blocks of each example with a vector, without the C x C blocks where that can be had."""
 
     v: Tensor  # (N, C)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,13 @@ from laplace.backprop.inner import find_last_call
 from laplace.backprop.layers import Generic, Rule, rule_for
 from laplace.backprop.layers.generic import WholeNetwork
 from laplace.backprop.plan import Learned, Owner, Plan, RuleFailed, random_vectors, zeros_for
-from laplace.backprop.record import NotSeen, Recorded, Recorder
+from laplace.backprop.record import NotSeen, Recorded, Recorder, alike
 from laplace.backprop.sending import sent_back
 from laplace.backprop.uses import Use
 from laplace.errors import ModelError, quiet
 from laplace.linalg.autocast import rounding
 from laplace.network.batches import Inputs
+from laplace.network.sharded import kind_of
 from laplace.weights.layout import Layout
 
 EXAMPLES = 5  # in the audit
@@ -98,27 +100,31 @@ def _changed(module: nn.Module) -> bool:
 
 def _rule_for(module: nn.Module) -> Rule | None:
     """Return a copy of the rule for a module's type, or None if it would open a module whose forward was replaced."""
-    rule = copy.copy(rule_for(type(module)))
+    rule = copy.copy(rule_for(kind_of(module)))
     return None if rule is not None and rule.opens and "forward" in module.__dict__ else rule
 
 
 def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bool:
     """Whether every parameter's gradient agrees with autograd's. Failures are recorded in what the plan has learned."""
     parameters = dict(replica.named_parameters())
-    recorder = Recorder(replica, plan.hooked, plan.learned.repeated, plan.opened, compare=True)
+    recorder = Recorder(replica, plan.hooked, plan.learned.repeated, plan.opened, True, plan.lifted)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             f, recorded = recorder.run(inputs.map(torch.clone), replica)
+        if not lifting_changes_nothing(plan, f, inputs, replica):
+            raise NotSeen(plan.lifted)
         if not f.requires_grad:
             raise ModelError("the network's output does not depend on any uncertain weight. Is it detached?")
         if elsewhere := plan.read_elsewhere(f, recorded, recorder.leaves, inputs):
             plan.learned.refuse(plan.owners, elsewhere)  # even if it adds nothing for these examples
             return False
         n, v = f.shape[0], random_vectors(f)
-        expected = _expected(f, [parameters[name] for name in layout.names], v)
         edges = [edge for call in recorded for edge in call.edges]
         probed = torch.linspace(0, n - 1, min(n, EXAMPLES)).round().long()
         touched = _sent(f, edges, _alone(v, probed), plan)
+        if not _arrange(plan, recorded, touched, probed.tolist(), n):
+            return False
+        expected = _expected(f, [parameters[name] for name in layout.names], v)
         last = find_last_call(plan, recorded, f)
         last = last if last is not None and last.begins(f, v) else None
         sent = sent_back(f, edges, v) if edges else ()
@@ -128,12 +134,10 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
     finally:
         recorder.remove()
     plan.examples, plan.outputs = n, tuple(f.shape[1:])
-    plan.unused = {name for name, g in zip(layout.names, expected, strict=True) if g is None}
+    plan.unused = _unused(layout, expected)
     plan.width = _width(plan, recorded, parameters, n)
     plan.head = None if last is None else last.call.name
     plan.inner = plan.width if last is None else plan.width - last.layer.out_features + last.layer.in_features
-    if not _arrange(plan, recorded, touched, probed.tolist(), n):
-        return False
     try:
         failed = _differing(plan, layout, f, v, recorded, sent, inputs, replica, expected)
     except RuleFailed as failure:
@@ -144,15 +148,75 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
     return not failed
 
 
+def kept_plan(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> Plan | None:
+    """Return the plan of an earlier fit of this network, if its rules still explain every gradient of a few examples.
+
+    That saves finding the rules and where the examples are. None if another plan has to be made.
+    """
+    rules = [[(path, type(owner.rule), owner.keys, owner.doubtful) for path, owner in owners.items()]
+             for owners in (plan.owners, _owners(replica, _sites(replica, layout), plan.learned))]  # fmt: skip
+    inputs = inputs.part(0, EXAMPLES)
+    if rules[0] != rules[1] or (inputs.size or 0) < plan.examples:
+        return None
+    plan = replace(plan, seconds={}, seen=set(), same=set())
+    parameters = dict(replica.named_parameters())
+    recorder = Recorder(replica, plan.hooked, plan.learned.repeated, plan.opened, True, plan.lifted)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            f, calls = recorder.run(inputs.map(torch.clone), replica)
+        if not f.requires_grad or tuple(f.shape[1:]) != plan.outputs:
+            return None
+        if plan.read_elsewhere(f, calls, recorder.leaves, inputs) or plan.misfits(f, calls):
+            return None
+        if not lifting_changes_nothing(plan, f, inputs, replica):
+            return None
+        expected = _expected(f, [parameters[name] for name in layout.names], random_vectors(f))
+        last = find_last_call(plan, calls, f)
+        if plan.unused != _unused(layout, expected) or plan.head != (None if last is None else last.call.name):
+            return None
+        return plan if recheck(plan, layout, f, calls, inputs, replica, expected) is plan.learned else None
+    except (NotSeen, RuleFailed):
+        return None
+    finally:
+        recorder.remove()
+
+
+def _unused(layout: Layout, expected: Sequence[Tensor | None]) -> set[str]:
+    """Return the parameters that the outputs do not depend on."""
+    return {name for name, g in zip(layout.names, expected, strict=True) if g is None}
+
+
+def lifting_changes_nothing(plan: Plan, f: Tensor, inputs: Inputs, replica: nn.Module) -> bool:
+    """Whether the network returns f also if no module's output gets a dimension of examples.
+
+    Asked once for inputs of each shape: what is added to a tensor with examples is the same with and without one.
+    """
+    shapes = tuple(t.shape for t in inputs.tensors())
+    if not plan.lifted or shapes in plan.same:
+        return True
+    with torch.inference_mode(False), torch.no_grad():
+        plain = inputs.map(torch.clone).call(replica)
+    if not alike(f.detach(), plain):
+        return False
+    plan.same.add(shapes)
+    return True
+
+
 def recheck(
-    plan: Plan, layout: Layout, f: Tensor, calls: list[Recorded], inputs: Inputs, replica: nn.Module
+    plan: Plan,
+    layout: Layout,
+    f: Tensor,
+    calls: list[Recorded],
+    inputs: Inputs,
+    replica: nn.Module,
+    expected: list[Tensor | None] | None = None,  # autograd's gradients of the random vectors, if they are known
 ) -> Learned:
     """Check every rule against autograd on further examples, and return what is known afterwards.
 
     Returns the plan's own `learned`, the same object, if all gradients agree.
     """
     parameters, v = dict(replica.named_parameters()), random_vectors(f)
-    expected = _expected(f, [parameters[name] for name in layout.names], v)
+    expected = expected or _expected(f, [parameters[name] for name in layout.names], v)
     if not all(g is None or bool(g.isfinite().all()) for g in expected):
         return plan.learned  # bad data, which is reported when the sums are checked
     edges = [edge for call in calls for edge in call.edges]
@@ -170,8 +234,12 @@ def _expected(f: Tensor, tracked: Sequence[Tensor], v: Tensor) -> list[Tensor | 
     try:
         grads = sent_back(f, tracked, v)
     except RuntimeError as error:
-        raise ModelError(f"autograd cannot differentiate the network: {error}") from error
+        raise _not_differentiable(error) from error
     return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+
+
+def _not_differentiable(error: RuntimeError) -> ModelError:
+    return ModelError(f"autograd cannot differentiate the network: {error}")
 
 
 def _refuse(learned: Learned, plan: Plan, failed: Mapping[str, tuple[float, float]]) -> None:
@@ -284,7 +352,10 @@ def _sent(
         return list(zip(*([None] * len(vectors) if g is None else g for g in out), strict=True))
     except RuntimeError:
         plan.seconds[True] = float("inf")
+    try:
         return [sent_back(f, edges, one) for one in vectors]
+    except RuntimeError as error:
+        raise _not_differentiable(error) from error
 
 
 def _arrange(
@@ -296,8 +367,8 @@ def _arrange(
 ) -> bool:
     """Find where the examples are in each module's tensors. Modules with no known arrangement are recorded."""
     seen: dict[str, set[Arrangement | None]] = {}
-    repeated, index = plan.learned.repeated, 0
-    found = len(repeated)
+    repeated, lifted, index = plan.learned.repeated, plan.learned.lifted, 0
+    found = len(repeated) + len(lifted)
     for call in calls:
         for shape in call.shapes:
             marks = [gradients[index] for gradients in touched]
@@ -306,8 +377,10 @@ def _arrange(
             arrangement = detect(masks, probed, n) if shape and shape.numel() else None
             if arrangement is None and shape[:1] == (1,) and call.name not in repeated:
                 repeated.add(call.name)
+            elif arrangement is None and _may_be_lifted(plan.owners[call.name], shape, n):
+                lifted.add(call.name)
             seen.setdefault(call.name, set()).add(arrangement)
-    if len(repeated) > found:
+    if len(repeated) + len(lifted) > found:
         return False
     unknown = []
     for path, kinds in seen.items():
@@ -318,3 +391,8 @@ def _arrange(
             plan.owners[path].arrangement = arrangement
     plan.learned.refuse(plan.owners, unknown)
     return not unknown
+
+
+def _may_be_lifted(owner: Owner, shape: torch.Size, n: int) -> bool:
+    """Whether a module's output may have no dimension of examples, as that of a position embedding of arange(T)."""
+    return not isinstance(owner.rule, Generic) and not owner.rule.opens and shape[:1] not in ((1,), (n,))

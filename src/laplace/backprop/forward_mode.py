@@ -15,6 +15,7 @@ from laplace.backprop.gradients import Forward
 from laplace.backprop.network import NetworkForward
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import total
+from laplace.network.pieces import whole
 
 
 def by_moments(forward: Forward, curvature: OutputCurvature, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
@@ -66,7 +67,7 @@ def _moved(forward: NetworkForward, tensors: list[Tensor], u: Tensor) -> Tensor:
     steps = [moved[0] for moved in layout.moved(zeros, u.unsqueeze(0))]
     with torch.inference_mode(False), torch.no_grad(), forward_ad.dual_level():
         pairs = zip(layout.names, tensors, steps, strict=True)
-        chosen = {name: forward_ad.make_dual(t.detach(), step) for name, t, step in pairs}
+        chosen = {name: forward_ad.make_dual(whole(t).detach(), step) for name, t, step in pairs}
         f = network.readable(forward.inputs, forward.plan).call_with(network.replica, chosen)
         tangent = forward_ad.unpack_dual(f).tangent
     return forward.counted(torch.zeros_like(forward.f) if tangent is None else tangent)

@@ -58,6 +58,10 @@ class Basis:
         """Return the basis of each group."""
         return [Basis(vectors) for vectors in self.vectors.split(1)]
 
+    def on(self, device: torch.device) -> Basis:
+        """Return the basis on a device."""
+        return self if self.vectors.device == device else Basis(self.vectors.to(device))
+
     def weighed(self, variances: Tensor) -> Tensor:  # (Gr, R, D) -> (Gr, R, D)
         """Return the sum over basis vectors k of variances[k] Q[., k]^2: variances along the unit vectors."""
         return variances @ self.squares
@@ -87,6 +91,9 @@ class ReflectedBasis(Basis):
     def out_of(self, x: Tensor) -> Tensor:
         return x - (x @ self.v) @ (self.v @ self.t).mT
 
+    def on(self, device: torch.device) -> Basis:
+        return self if self.v.device == device else ReflectedBasis(self.v.to(device), self.t.to(device))
+
     def apart(self) -> list[Basis]:
         return [ReflectedBasis(v, t) for v, t in zip(self.v.split(1), self.t.split(1), strict=True)]
 
@@ -107,9 +114,12 @@ def rotate_right(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, R, D) -
 
 def rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) -> Q^T x
     """Return Q^T x, the rows of x in a basis. None stands for the unit vectors."""
-    if isinstance(basis, ReflectedBasis):
-        return basis.into(x.mT).mT
-    return x if basis is None else basis.vectors.mT @ x
+    if basis is None:
+        return x
+    rows = x.mT
+    if isinstance(basis, ReflectedBasis) or (len(basis.vectors) == 1 and rows.is_contiguous()):
+        return basis.into(rows).mT  # one product for all examples, which reads Q once
+    return basis.vectors.mT @ x
 
 
 class Sketchable:
@@ -122,6 +132,10 @@ class Sketchable:
     def outputs(self) -> Tensor:
         """Return the sum of g g^T."""
         raise NotImplementedError
+
+    def output_rows(self) -> Tensor | None:
+        """Return the g themselves, if their product is best taken together with that of other batches."""
+        return None
 
     def input_sketch(self, rank: int) -> tuple[Tensor, Tensor, float | Tensor]:
         """Return the sum of a a^T times `rank` fixed columns, (Gr, I, R), its trace, (Gr,), and the number of a."""
@@ -225,7 +239,10 @@ class MomentsOf(Protocol):
         ...
 
     def input_rows(self) -> Tensor | None:
-        """Return the a themselves, (M, I), if they are few enough to collect over batches, else None."""
+        """Return the a themselves, (M, I), if their product is best taken together with that of other batches.
+
+        None if `inputs` knows a shorter way.
+        """
         ...
 
     def input_sketch(self, rank: int) -> tuple[Tensor, Tensor, float | Tensor]:
@@ -234,6 +251,10 @@ class MomentsOf(Protocol):
 
     def outputs(self) -> Tensor:
         """Return the sum of g g^T, (Gr, O, O)."""
+        ...
+
+    def output_rows(self) -> Tensor | None:
+        """Return the g themselves, (M, O), if their product is best taken together with that of other batches."""
         ...
 
     def output_sketch(self, rank: int) -> tuple[Tensor, Tensor]:

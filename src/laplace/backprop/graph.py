@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import _get_sequence_nr as next_number  # number of the next node that autograd makes in this thread
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from laplace.network.pieces import Gathered
+
 __all__ = ["Leaves", "next_number"]
 
 # Operations that give the same numbers in another form: whoever reads their result reads the parameter. (Autocast casts
@@ -20,7 +22,7 @@ _FORMS = frozenset(
     f"{name}Backward{i}"
     for name in ("T", "ToCopy", "Transpose", "View", "ReshapeAlias", "Permute", "Alias", "Clone", "Unsqueeze")
     for i in (0, 1)
-)
+) | {f"{Gathered.__name__}Backward"}
 
 
 class Leaves:

@@ -43,7 +43,11 @@ class Head:
     def __init__(self, replica: nn.Module, weights: FoundLastLayer, budget: Budget, class_dim: int | None = -1) -> None:
         self.replica, self.weights, self.class_dim, self.budget = replica, weights, class_dim, budget
         self._layer, self._seen = weights.layer(replica), list[_Call]()
-        self._layer.register_forward_hook(partial(_capture, self._seen), with_kwargs=True)
+        if type(self._layer) is nn.Linear and not _has_own_calls(self._layer):  # a hook takes as long as the layer
+            self._layer.__class__ = _Recorded
+            self._layer.__dict__["_calls_seen"] = self._seen
+        else:
+            self._layer.register_forward_hook(partial(_capture, self._seen), with_kwargs=True)
 
     def room(self) -> int:
         """Return 0: batches are not joined. Their features are small, and are collected before products are taken."""
@@ -94,6 +98,29 @@ class Head:
             )
         return HeadForward(rows, features, self.weights, positions, self.budget, 0.0 if inputs.pairs else 1.0)
 
+    def at_one(self, x: Tensor) -> tuple[Tensor, Tensor] | None:  # (1, ...) -> (1, C), (1, H)
+        """Return outputs and features of one example. None if anything about the run is out of the ordinary."""
+        seen = self._seen
+        seen.clear()
+        try:
+            out = self.replica(x.clone())  # a network may write to its input
+            calls = [*seen]
+        finally:
+            seen.clear()
+        if len(calls) != 1:
+            return None
+        phi, phi_version, f, version = calls[0]
+        ordinary = (
+            (out is f or getattr(out, "logits", None) is f)
+            and type(f) is type(phi) is Tensor
+            and f.dim() == phi.dim() == 2
+            and len(f) == len(phi) == 1
+            and f._version == version
+            and phi._version == phi_version
+            and f.dtype is phi.dtype
+        )
+        return (f, phi) if ordinary else None
+
     def _picked(self, inputs: Inputs, layer: Pointwise, phi: Tensor, out: Tensor, f: Tensor) -> Tensor | None:  # (N,)
         """Return the position that the network picks of each row, found by its outputs. None if no row has its own."""
         same = positions_picked(out, f) if self.weights.reduction == "pick_last" else None
@@ -118,6 +145,20 @@ class Head:
                 f"{tuple(f.shape)} on this batch (feature_reduction={self.weights.reduction!r}): something changes it "
                 "on the way. The network must return the layer's output itself."
             )
+
+
+class _Recorded(nn.Linear):
+    """A linear layer of a replica that records its calls."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = nn.functional.linear(input, self.weight, self.bias)
+        self.__dict__["_calls_seen"].append((input, input._version, output, output._version))
+        return output
+
+
+def _has_own_calls(layer: nn.Linear) -> bool:
+    """Whether calling a layer is more than its class says: a `forward` of its own, or hooks."""
+    return "forward" in layer.__dict__ or bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _capture(

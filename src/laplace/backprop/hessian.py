@@ -29,7 +29,9 @@ class HessianMoments:
     def __init__(self, loss: Tensor, tensors: Sequence[Tensor], layout: Layout, chunk: int, dtype: torch.dtype) -> None:
         self.tensors, self.layout, self.chunk, self.dtype = tensors, layout, chunk, dtype  # `chunk` products at a time
         slopes = torch.autograd.grad(loss, tensors, create_graph=True, allow_unused=True)
-        self.slope = layout.join([p * 0 if g is None else g for p, g in zip(tensors, slopes, strict=True)])
+        self.slope = layout.join(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(tensors, slopes, strict=True)]
+        )
 
     @property
     def parameters(self) -> list[HessianOf]:

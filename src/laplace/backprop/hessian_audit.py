@@ -15,6 +15,7 @@ from laplace.backprop.hessian import HessianMoments
 from laplace.backprop.sending import sent_back
 from laplace.errors import ModelError
 from laplace.linalg.autocast import rounding
+from laplace.network.pieces import whole
 from laplace.weights.layout import Layout
 
 _DIRECTIONS = 4
@@ -39,7 +40,7 @@ def require_hessian(
     """
     steps = _steps(moments)
     _require_symmetric(moments, outputs, steps)
-    tensors = [t.detach().double().requires_grad_() for t in moments.tensors]
+    tensors = [whole(t).detach().double().requires_grad_() for t in moments.tensors]
     layout = moments.layout
 
     def made(at: list[Tensor]) -> tuple[HessianMoments, Tensor]:

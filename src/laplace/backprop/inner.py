@@ -19,6 +19,7 @@ from laplace.backprop.layers.linear import Linear
 from laplace.backprop.plan import Plan
 from laplace.backprop.record import Recorded
 from laplace.backprop.sending import sent_back
+from laplace.network.pieces import whole
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class LastCall:
         (found,) = sent_back(f, [self.source], v)
         if found is None:
             return False
-        expected = (v @ self.layer.weight.detach().to(v)).to(found)
+        expected = (v @ whole(self.layer.weight).detach().to(v)).to(found)
         near = min(10 * torch.finfo(f.dtype).eps ** 0.5, 0.1)
         return bool((found - expected).abs().max() <= near * expected.abs().max())
 
@@ -52,7 +53,8 @@ class LastCall:
 
     def rows(self, outputs: Tensor | None, attached: bool, centred: bool) -> Tensor:  # (C', H)
         """Return the rows of W, which are the gradients of the asked outputs, or contrasts, at the layer's input."""
-        weight = self.layer.weight if attached else self.layer.weight.detach()
+        weight = whole(self.layer.weight)
+        weight = weight if attached else weight.detach()
         weight = weight - weight.mean(0) if centred else weight
         return weight if outputs is None else weight[outputs]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from laplace.backprop.activations import grams
 from laplace.backprop.gradients import Basis, KroneckerCovariance, rotate_right
 from laplace.backprop.uses import EVERY, Use, all_pairs
+from laplace.linalg.symmetric import NARROW
 
 
 @dataclass
@@ -77,6 +78,9 @@ class Lookup(Use):
 
     def outputs(self) -> Tensor:
         return grams(self._sent.flatten(0, 1).mT.unsqueeze(1))
+
+    def output_rows(self) -> Tensor | None:
+        return self._sent.flatten(0, 2) if self.g.shape[3] > NARROW else None
 
     def output_squares(self) -> Tensor:
         return self._sent.square().sum((0, 1, 2)).unsqueeze(0)

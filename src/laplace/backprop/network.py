@@ -18,7 +18,7 @@ from torch.func import vmap
 from torch.jit import ScriptModule
 
 from laplace.backprop.at_positions import Rows, RowsJacobian, Vectors
-from laplace.backprop.audit import EXAMPLES, make_plan, recheck
+from laplace.backprop.audit import EXAMPLES, kept_plan, lifting_changes_nothing, make_plan, recheck
 from laplace.backprop.hessian import HessianMoments
 from laplace.backprop.hessian_audit import require_hessian
 from laplace.backprop.inner import LastCall, last_call
@@ -32,6 +32,7 @@ from laplace.errors import ModelError, quiet
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import gram, in_sums, precise_gram
 from laplace.network.batches import Inputs
+from laplace.network.pieces import whole
 from laplace.predictive.positions import Positions
 from laplace.weights.selection import Selection
 
@@ -96,6 +97,9 @@ class Network:
             if elsewhere := plan.read_elsewhere(f, calls, self._recorder_for(plan).leaves, inputs):
                 plan, own = self._make_plan(inputs, plan.refusing(elsewhere)), True
                 continue
+            if not lifting_changes_nothing(plan, f, inputs, self.replica):
+                plan, own = self._make_plan(inputs, plan.without(plan.lifted)), True
+                continue
             misfits = plan.misfits(f, calls)
             if not misfits:
                 rows = Rows(Positions.of(f, self.class_dim))
@@ -124,7 +128,8 @@ class Network:
         """Return the recorder of a plan. Its hooks stay on our own replica until there is another plan."""
         made_for, recorder = self._recorder
         if recorder is None or made_for is not plan:
-            recorder = Recorder(self.replica, plan.hooked, plan.learned.repeated, plan.opened)
+            learned = plan.learned
+            recorder = Recorder(self.replica, plan.hooked, learned.repeated, plan.opened, lifted=plan.lifted)
             self._recorder = plan, recorder
         return recorder
 
@@ -144,6 +149,10 @@ class Network:
             self._recorder = (None, None)
         self.plan = make_plan(self.replica, self.weights.layout.whole, inputs, learned)
         return self.plan
+
+    def keep(self, plan: Plan, inputs: Inputs) -> None:
+        """Take over the plan of an earlier fit, if it still explains this network."""
+        self.plan = kept_plan(plan, self.replica, self.weights.layout.whole, inputs.normal_tensors())
 
     def relearn(self, inputs: Inputs, learned: Learned) -> None:
         """Make the plan again from more facts, which other processes have found."""
@@ -264,7 +273,7 @@ class NetworkForward:
         """Return the network's outputs in float64, at other values of its uncertain tensors."""
         network = self.network
         constants = itertools.chain(network.replica.named_parameters(), network.replica.named_buffers())
-        chosen = {name: _doubled(t.detach()) for name, t in constants}
+        chosen = {name: _doubled(whole(t).detach()) for name, t in constants}
         chosen |= zip(network.weights.layout.names, tensors, strict=True)
         inputs = network.readable(self.inputs, self.plan).map(_doubled)
         with torch.inference_mode(False), torch.enable_grad(), network.differentiable(self.attached):
@@ -315,7 +324,7 @@ class NetworkForward:
             return torch.cat([self.perturbed(part) for part in steps.split(together)])
         layout, replica = self.network.weights.layout, self.network.replica
         parameters = dict(replica.named_parameters())
-        tensors = layout.moved([parameters[name].detach() for name in layout.names], steps)
+        tensors = layout.moved([whole(parameters[name]).detach() for name in layout.names], steps)
         moved = dict(zip(layout.names, tensors, strict=True))
 
         def run(chosen: dict[str, Tensor]) -> Tensor:

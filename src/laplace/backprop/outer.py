@@ -6,6 +6,7 @@ rotated on whichever side is cheaper.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeGuard
@@ -17,7 +18,10 @@ from laplace.backprop.activations import Activations, Stored, grams
 from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance, rotate_left, rotate_right
 from laplace.backprop.uses import EVERY, Use, batched_grams
 from laplace.linalg.sketch import sketched_rows
-from laplace.linalg.symmetric import total
+from laplace.linalg.symmetric import NARROW, total
+
+_BLOCK = 2**17  # numbers of G that are made at a time, where they are used up at once
+_WIDE = 256  # outputs above which the g of few rows are collected, because their product is much larger than they are
 
 
 @dataclass
@@ -91,8 +95,17 @@ class Outer(Use):
 
     def input_rows(self) -> Tensor | None:
         n, groups, i, t = self.a.shape
-        alike = self.counts is None
-        return self._all().reshape(n, i) if alike and groups == 1 and t == 1 and i > 1 else None
+        if self.counts is not None or groups > 1 or i == 1 or (self.reduce and t > 1):
+            return None
+        if t == 1:
+            return self._all().reshape(n, i)
+        return _as_rows(self._all().squeeze(1)) if isinstance(self.a, Stored) and i > NARROW else None
+
+    def output_rows(self) -> Tensor | None:
+        k, n, groups, o, t = self.g.shape
+        if groups > 1 or (self.reduce and t > 1) or o <= (NARROW if t > 1 else _WIDE):
+            return None
+        return self.g.reshape(k * n, o) if t == 1 else _as_rows(self.g.squeeze(2).flatten(0, 1))
 
     def some(self, vectors: slice) -> Outer:
         return replace(self, g=self.g[vectors], twin=None).within(self.chunk)
@@ -120,10 +133,32 @@ class Outer(Use):
         return grams(g.flatten(0, 1))
 
     def squares(self) -> Tensor:
+        if self._large:
+            return self._squares_in_blocks()
         if self.positions > 1:
             return super().squares()
         a = self._all()[..., 0].square()  # (N, Gr, I)
         return torch.einsum("ngo,ngi->goi", self.g[..., 0].square().sum(0), a).flatten()
+
+    @property
+    def _large(self) -> bool:
+        """Whether one example's G, summed over positions, is too large for the processor's cache."""
+        k, _, groups, o, t = self.g.shape
+        alone = not torch.is_grad_enabled() or not self.g.requires_grad
+        return t > 1 and groups == 1 and k * o * self.a.shape[2] > _BLOCK and alone
+
+    def _squares_in_blocks(self) -> Tensor:  # (p,)
+        """Return the sum of G^2, for some rows of G at a time that stay in the processor's cache."""
+        a, g = self._all()[:, 0].mT, self.g[:, :, 0].flatten(0, 1)  # (N, T, I), (K * N, O, T)
+        n, _, i = a.shape
+        found = g.new_zeros(g.shape[1], i)
+        for rows in torch.arange(g.shape[1]).split(max(1, _BLOCK // (2 * i))):
+            some = slice(int(rows[0]), int(rows[-1]) + 1)
+            block = found[some]
+            for at, one in enumerate(g[:, some]):
+                part = one @ a[at % n]
+                block.addcmul_(part, part)
+        return found.flatten()
 
     def row_grams(self) -> Tensor:
         """Return the sum of G[o] G[o]^T. With one position G[o] = g[o] a, so that all vectors share one product."""
@@ -154,9 +189,44 @@ class Outer(Use):
         return out if early_left else rotate_left(out, spread.left)
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
+        if self._in_blocks(spread):
+            return self._variance_in_blocks(spread)
         if not self._by_output(spread):
             return super().variance(spread)
         return torch.einsum("knv,nv->nk", self._turned(spread.left).square(), self._weights(spread))
+
+    def _in_blocks(self, spread: KroneckerCovariance) -> bool:
+        """Whether both sides are rotated before they are contracted, and G is large."""
+        k, _, groups, o, t = self.g.shape
+        early = 1 < t <= min(k * o, self.a.shape[2]) and groups == 1
+        return early and self._own_bases(spread) and k * o * self.a.shape[2] > _BLOCK and not self._attached(spread)
+
+    def _attached(self, spread: KroneckerCovariance) -> bool:
+        """Whether gradients flow through the result."""
+        tensors = (self.g, spread.variances, self.a.read(slice(0, 1)))
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+    def _variance_in_blocks(self, spread: KroneckerCovariance) -> Tensor:  # (N, K)
+        """Return the sum of R (Q_B^T G Q_A)^2, for some rows of G at a time that stay in the processor's cache."""
+        k, n, _, o, t = self.g.shape
+        i, r = self.a.shape[2], spread.variances[0]  # (O, I)
+        found = self.g.new_zeros(n, k)
+        for part in self._rotated_parts():
+            a = rotate_left(self.a.read(part).to(self.g.dtype), spread.right)[:, 0].mT  # (n, T, I)
+            g = rotate_left(self.g[:, part], spread.left)[:, :, 0].transpose(0, 1)  # (n, K, O, T)
+            for rows in torch.arange(o).split(max(1, _BLOCK // (k * i))):
+                some = slice(int(rows[0]), int(rows[-1]) + 1)
+                weights = r[some].reshape(-1)
+                for at, (one, g_one) in enumerate(zip(a, g[:, :, some], strict=True), part.start):
+                    block = (g_one.reshape(-1, t) @ one).square_()  # (K * o, I)
+                    found[at] += block.view(k, -1) @ weights
+        return found
+
+    def _rotated_parts(self) -> Iterator[slice]:
+        """Yield slices of examples whose rotated a and g are small enough."""
+        k, n, _, o, t = self.g.shape
+        step = max(1, self.chunk * 8 // (t * (k * o + self.a.shape[2])))
+        return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
     def covariance(self, spread: KroneckerCovariance) -> Tensor:
         if not self._by_output(spread):
@@ -290,6 +360,11 @@ class Outer(Use):
     def _turned_inputs(self, basis: Basis | None) -> Tensor:  # (N, Gr, I)
         """Return Q_A^T a, for one position."""
         return rotate_right(self._all().mT, basis).squeeze(2)
+
+
+def _as_rows(x: Tensor) -> Tensor | None:  # (M, D, T) -> (M * T, D)
+    """Return all positions as rows, if they lie in memory like that."""
+    return x.mT.flatten(0, 1) if x.shape[0] == 0 or x.mT.is_contiguous() else None
 
 
 def contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)

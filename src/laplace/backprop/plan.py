@@ -24,6 +24,8 @@ from laplace.errors import LaplaceError, ModelError
 from laplace.network.batches import Inputs
 from laplace.weights.layout import Layout
 
+MANY = 32  # examples without strays, from which on the number of examples no longer matters
+
 
 @dataclass
 class Owner:
@@ -52,6 +54,7 @@ class Learned:
 
     called: set[str] = field(default_factory=lambda: {""})  # modules
     repeated: set[str] = field(default_factory=set)  # modules whose output is computed once for the whole batch
+    lifted: set[str] = field(default_factory=set)  # modules whose output has no dimension of examples
     refused: dict[str, set[str]] = field(default_factory=dict)  # parameters -> modules that do not explain them
     closed: set[str] = field(default_factory=set)  # modules that their rules fail to open
     writes: bool = False  # whether the network writes to its inputs
@@ -59,7 +62,8 @@ class Learned:
     def copy(self) -> Learned:
         """Return a copy that can grow independently."""
         refused = {name: set(paths) for name, paths in self.refused.items()}
-        return Learned(set(self.called), set(self.repeated), refused, set(self.closed), self.writes)
+        called, repeated, lifted = set(self.called), set(self.repeated), set(self.lifted)
+        return Learned(called, repeated, lifted, refused, set(self.closed), self.writes)
 
     def joined(self, other: Learned) -> Learned:
         """Return all facts of both."""
@@ -68,6 +72,7 @@ class Learned:
             both.refused.setdefault(name, set()).update(paths)
         both.called |= other.called
         both.repeated |= other.repeated
+        both.lifted |= other.lifted
         both.closed |= other.closed
         both.writes |= other.writes
         return both
@@ -104,7 +109,8 @@ class Plan:
     head: str | None = None  # the module that returns the network's output, if `inner.py` can start at its input
     inner: int = 0  # `width` without that module's output, with its input instead
     seconds: dict[bool, float] = field(default_factory=dict)  # CPU seconds per number sent back, batched or not
-    seen: set[tuple[object, ...]] = field(default_factory=set)  # shapes that were checked for strays
+    seen: set[tuple[int, object]] = field(default_factory=set)  # how many examples, of which shapes, had no strays
+    same: set[tuple[torch.Size, ...]] = field(default_factory=set)  # shapes of inputs at which lifting changed nothing
 
     def rule_of(self, name: str) -> str:
         """Return the name of the rule that explains a parameter."""
@@ -119,7 +125,9 @@ class Plan:
         for call, gs in calls:
             owner = self.owners[call.name]
             call.check_unwritten()
-            made.append((owner, Call(call.module, call.args, call.kwargs, owner.arrangement, n, call.reached), gs))
+            made.append(
+                (owner, Call(call.module, call.args, call.kwargs, owner.arrangement, n, call.reached, call.kept), gs)
+            )
         root = self.owners.get("")
         if root is not None and root.rule.whole:
             made.append((root, Call(network, (), {"inputs": inputs}, root.arrangement, n), [v]))
@@ -141,6 +149,11 @@ class Plan:
             for name, part in named
         ]
 
+    @property
+    def lifted(self) -> set[str]:
+        """Return the recorded modules whose outputs get a dimension of examples."""
+        return self.learned.lifted.intersection(self.hooked)
+
     def misfits(self, f: Tensor, calls: list[Recorded]) -> set[str]:
         """Return the modules whose outputs no longer have the examples where the plan expects them."""
         n = f.shape[0]
@@ -148,11 +161,12 @@ class Plan:
         found = {name for name, shape in shapes if not self.owners[name].arrangement.holds(shape, n)}
         if found or n == 1:
             return found
-        signature = (n, *(shape for _, shape in shapes))
-        unsure = [c for c in calls if signature not in self.seen or self.owners[c.name].arrangement.flattened]
+        each = tuple(self.owners[name].arrangement.per_example(shape, n) for name, shape in shapes)
+        known = not self.seen.isdisjoint({(MANY, each), (n, each)})
+        unsure = [c for c in calls if not known or self.owners[c.name].arrangement.flattened]
         found = self._strays(f, unsure) if unsure else found
-        if not found:
-            self.seen.add(signature)
+        if not found and not known:
+            self.seen.add((min(n, MANY), each))
         return found
 
     def _strays(self, f: Tensor, calls: list[Recorded]) -> set[str]:

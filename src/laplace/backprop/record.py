@@ -13,10 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from laplace.backprop.arrangement import is_float, version
 from laplace.backprop.graph import Leaves, next_number
-from laplace.backprop.layers.base import Rule
+from laplace.backprop.layers.base import Kept, Room, Rule
 from laplace.errors import ModelError
 from laplace.network.batches import Inputs
+from laplace.network.pieces import present
 from laplace.network.pytree import map_tensors, tensors_in
+
+_KEPT = 2**22  # numbers of all layers together that are kept for the next vectors
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Recorded:
     versions: list[int]  # version counters of the input tensors
     reached: tuple[int, ...]  # indices of outputs that gradients reach, that is not constant ones
     span: range  # sequence numbers of the graph nodes made in it
+    kept: Kept  # what its rule keeps for the next vectors
     source: Tensor | None = None  # its input with its graph, if it is a single tensor
 
     def check_unwritten(self) -> None:
@@ -62,9 +66,12 @@ class Recorder:
         repeated: Collection[str],
         opened: Mapping[str, tuple[Rule, Collection[str]]],  # the rule of each, and its asked parameters
         compare: bool = False,
+        lifted: Collection[str] = (),  # modules whose output gets a dimension of examples
     ) -> None:
         self.calls: list[Recorded] = []
+        self.lifted = lifted
         self.repeated, self.active, self.n, self.attached = repeated, False, 0, False
+        self._room = Room(0)
         self._gave: set[str] = set()  # modules whose single row was repeated for each example
         self.compare = compare  # whether opened modules' outputs are compared with their own forward
         self.leaves = Leaves(replica)
@@ -88,7 +95,7 @@ class Recorder:
     def run(self, inputs: Inputs, replica: nn.Module, attached: bool = False) -> tuple[Tensor, list[Recorded]]:
         """Return the outputs and the calls that led to them. Activations stay in the graph if `attached`."""
         self.calls, self.active, self.n, self.attached = [], True, inputs.size or 0, attached
-        self._gave, self._starts = set(), {}
+        self._gave, self._starts, self._room = set(), {}, Room(_KEPT)
         try:
             return inputs.call(replica), self.calls
         except NotSeen:
@@ -115,6 +122,10 @@ class Recorder:
                 once, output = output, map_tensors(output, self._repeat)
                 if any(a is not b for a, b in zip(tensors_in(once), tensors_in(output), strict=True)):
                     self._gave.add(name)
+            if name in self.lifted and self.n:
+                output = map_tensors(output, self._lift)
+                args, kwargs = map_tensors((args, kwargs), lambda t: t.unsqueeze(0))
+                self._gave.add(name)
             span = range(self._starts[name].pop(), next_number())
             self._record(name, module, args, kwargs, [t for t in tensors_in(output) if is_float(t)], span)
             return output
@@ -128,13 +139,14 @@ class Recorder:
             if not self.active:
                 return own(*args, **kwargs)
             start = next_number()
-            try:
-                output, inner = rule.opened(module, args, kwargs)
-            except Exception as error:
-                raise NotSeen({name}) from error
-            span = range(start, next_number())
-            if self.compare and not _alike(output, own(*args, **kwargs)):
-                raise NotSeen({name})
+            with present(module):
+                try:
+                    output, inner = rule.opened(module, args, kwargs)
+                except Exception as error:
+                    raise NotSeen({name}) from error
+                span = range(start, next_number())
+                if self.compare and not alike(output, own(*args, **kwargs)):
+                    raise NotSeen({name})
             for one in inner:
                 if set(one.keys) & set(keys):
                     self._record(name, module, one.inputs, {"part": one.part}, list(one.outputs), span)
@@ -166,6 +178,7 @@ class Recorder:
                 [version(t) for t in read],
                 reached,
                 span,
+                Kept(self._room),
                 read[0] if len(read) == 1 else None,
             )
         )
@@ -176,8 +189,12 @@ class Recorder:
             return output.expand(self.n, *output.shape[1:])
         return output
 
+    def _lift(self, output: Tensor) -> Tensor:
+        """Give each example its own copy of what is computed without a dimension of examples, (T, D) -> (N, T, D)."""
+        return output.unsqueeze(0).expand(self.n, *output.shape) if is_float(output) else output
 
-def _alike(output: Any, other: Any) -> bool:
+
+def alike(output: Any, other: Any) -> bool:
     """Whether two values hold the same tensors, up to rounding."""
     pairs = tensors_in(output), tensors_in(other)
     if [t.shape for t in pairs[0]] != [t.shape for t in pairs[1]]:

@@ -79,6 +79,9 @@ class Transposed(Use):
     def outputs(self) -> Tensor:
         return self.outer.outputs()
 
+    def output_rows(self) -> Tensor | None:
+        return self.outer.output_rows()
+
     def output_sketch(self, rank: int) -> tuple[Tensor, Tensor]:
         return self.outer.output_sketch(rank)
 

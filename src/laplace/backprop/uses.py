@@ -91,6 +91,10 @@ class Use(Sketchable, ABC):
         for start in range(first, last, step):
             yield slice(start, min(start + step, last))
 
+    def written(self) -> Iterator[slice]:
+        """Yield slices of examples whose G may be written out: all at once where it is there already."""
+        return self.parts()
+
     def squares(self) -> Tensor:  # (p,)
         return total(self.contracted(part).square().sum((0, 1)) for part in self.parts())
 
@@ -186,7 +190,7 @@ class Use(Sketchable, ABC):
         rows = []
         for part in self.parts():
             g = self.contracted(part)
-            terms = [torch.einsum(product, g, other.contracted(theirs)) for theirs in other.parts()]
+            terms = [torch.einsum(product, g, other.contracted(theirs)) for theirs in other.written()]
             rows.append(torch.cat(terms, others))
         return torch.cat(rows, mine)
 
@@ -253,6 +257,9 @@ class DenseUse(Use):
     def contracted(self, part: slice) -> Tensor:
         return self.g[:, part]
 
+    def written(self) -> Iterator[slice]:
+        yield EVERY
+
     def some(self, vectors: slice) -> DenseUse:
         return DenseUse(self.g[vectors]).within(self.chunk)
 
@@ -261,7 +268,7 @@ class DenseUse(Use):
 
 
 class NoUse(DenseUse):
-    """The gradients of a tensor that a batch does not use: zeros, which go with those of any form."""
+    """Stands for a tensor that a batch does not use: its gradients are zeros, which go with those of any form."""
 
     absent = True
 

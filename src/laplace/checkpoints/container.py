@@ -106,7 +106,10 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return the value in the form of JSON, moving its tensors to `tensors`."""
     if isinstance(value, Tensor):
         name = name if name not in tensors else f"{name}#{len(tensors)}"
-        tensors[name] = _alone(value.detach().cpu().contiguous())
+        found = _alone(value.detach().cpu().contiguous())
+        same = (key for key, other in tensors.items() if _same(found, other))  # written once
+        name = next(same, name)
+        tensors.setdefault(name, found)
         return {_TENSOR: name}
     if isinstance(value, Mapping) and all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {key: _packed(v, f"{name}/{key}" if name else key, tensors) for key, v in value.items()}
@@ -123,6 +126,12 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         f"{name!r} is a {type(value).__name__}; a file holds tensors, numbers, words, and lists, tuples and mappings "
         "of them."
     )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors that are not empty are the same memory."""
+    places = [(t.data_ptr(), t.shape, t.dtype) for t in (one, other)]
+    return places[0] == places[1] and one.numel() > 0
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -271,9 +272,15 @@ def _structure(options: dict[str, Any], given: Structure | None, path: Any) -> S
 def _with_own_options(name: str, options: dict[str, Any]) -> Structure | str:
     """Return a structure some of whose options are no keywords of `Laplace`. They are taken out of `options`."""
     made = STRUCTURES.get(name)
-    if made is None or STRUCTURE_OPTIONS.keys() >= set(made.options):
+    if made is None:
         return name
-    return made(**{key: options.pop(key) for key in made.options})
+    own = [key for key in made.options if key not in STRUCTURE_OPTIONS]
+    usual = inspect.signature(made).parameters
+    if all(options.get(key, usual[key].default) == usual[key].default for key in own):  # older files lack new options
+        for key in own:
+            options.pop(key, None)
+        return name
+    return made(**{key: options.pop(key) for key in made.options if key in options})
 
 
 def _subset_of(options: dict[str, Any], given: Subset | None, path: Any) -> Any:

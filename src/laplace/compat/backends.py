@@ -85,17 +85,17 @@ class CurvatureInterface:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The weights that are meant: those with requires_grad, of the last layer if only that is meant."""
+        """Return the weights that are meant: those with requires_grad, of the last layer if only that is meant."""
         return list(self._trainable().values())
 
     @property
     def params_dict(self) -> dict[str, Tensor]:
-        """The weights that are meant, by name."""
+        """Return the weights that are meant, by name."""
         return {name: p.detach() for name, p in self._trainable().items()}
 
     @property
     def buffers_dict(self) -> dict[str, Tensor]:
-        """The buffers of the network, by name."""
+        """Return the buffers of the network, by name."""
         return dict(self._network().named_buffers())
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
@@ -274,7 +274,7 @@ class CurvatureInterface:
 
     @property
     def _model(self) -> nn.Module:
-        """The network, or its last layer if only that is meant."""
+        """Return the network, or its last layer if only that is meant."""
         if not self.last_layer:
             return self.model
         layer = self._extractor().last_layer

@@ -121,7 +121,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
 
     @property
     def likelihood(self) -> Likelihood:  # type: ignore[override]
-        """The likelihood; setting it changes how outputs are read, not what was fitted."""
+        """Return the likelihood; setting it changes how outputs are read, not what was fitted."""
         return self.runner.spec.likelihood
 
     @likelihood.setter
@@ -138,7 +138,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
 
     @property
     def prior_precision(self) -> Tensor:  # type: ignore[override]
-        """The prior precision, (1,), one per parameter tensor or one per weight."""
+        """Return the prior precision, (1,), one per parameter tensor or one per weight."""
         return holding.prior_precision(self).reshape(-1)
 
     @prior_precision.setter
@@ -147,7 +147,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
 
     @property
     def loss(self) -> Tensor:  # type: ignore[override]
-        """The training loss as a tensor, 0 before `fit`."""
+        """Return the training loss as a tensor, 0 before `fit`."""
         value = inspection.loss(self) if self.is_fitted else 0.0
         return torch.tensor(value, dtype=attributes.dtype(self), device=attributes.device(self))
 
@@ -178,19 +178,19 @@ class BaseLaplace(Laplace, metaclass=Combination):
 
     @property
     def n_params(self) -> int:  # type: ignore[override]
-        """The number of weights."""
+        """Return the number of weights."""
         if self.is_fitted:
             return inspection.n_params(self)
         return sum(p.numel() for p in attributes.params(self))
 
     @property
     def n_layers(self) -> int:  # type: ignore[override]
-        """The number of parameter tensors."""
+        """Return the number of parameter tensors."""
         return inspection.n_layers(self) if self.is_fitted else len(attributes.params(self))
 
     @property
     def mean(self) -> Any:  # type: ignore[override]
-        """The weights at which the posterior was fitted; before `fit`, the prior's mean."""
+        """Return the weights at which the posterior was fitted; before `fit`, the prior's mean."""
         return self._mean_of_weights() if self.is_fitted else self._mean_before_fit()
 
     @mean.setter
@@ -219,7 +219,7 @@ class ParametricLaplace(BaseLaplace):
 
     @property
     def H(self) -> Any:  # type: ignore[override]
-        """The curvature at unit noise; zeros before `fit`."""
+        """Return the curvature at unit noise; zeros before `fit`."""
         if self.is_fitted:
             found = inspection.H(self)
             return found if not isinstance(found, Tensor) else found.to(attributes.dtype(self))
@@ -299,7 +299,7 @@ class KronLaplace(ParametricLaplace):
 
     @property
     def H(self) -> Any:  # type: ignore[override]
-        """The curvature at unit noise, a `KronDecomposed`; a `Kron` of zeros before `fit`."""
+        """Return the curvature at unit noise, a `KronDecomposed`; a `Kron` of zeros before `fit`."""
         if not self.is_fitted:
             return Kron.init_from_model(attributes.params(self), attributes.device(self), attributes.dtype(self))
         return self._decomposed()
@@ -315,7 +315,7 @@ class KronLaplace(ParametricLaplace):
 
     @property
     def posterior_precision(self) -> KronDecomposed:  # type: ignore[override]
-        """The posterior precision, with `bmm`, `diag`, `logdet`, `to_matrix` of its powers."""
+        """Return the posterior precision, with `bmm`, `diag`, `logdet`, `to_matrix` of its powers."""
         return precision_of(self.posterior)
 
 
@@ -334,12 +334,12 @@ class LLLaplace(ParametricLaplace):
 
     @property
     def model(self) -> FeatureExtractor:  # type: ignore[override]
-        """The network as a `FeatureExtractor`, with `last_layer`."""
+        """Return the network as a `FeatureExtractor`, with `last_layer`."""
         return attributes.extractor(self)
 
     @property
     def n_params(self) -> Any:  # type: ignore[override]
-        """The number of weights of the last layer; None until it is known."""
+        """Return the number of weights of the last layer; None until it is known."""
         if self.is_fitted:
             return inspection.n_params(self)
         layer = attributes.last_layer(self)
@@ -347,7 +347,7 @@ class LLLaplace(ParametricLaplace):
 
     @property
     def n_layers(self) -> Any:  # type: ignore[override]
-        """The number of parameter tensors of the last layer; None until it is known."""
+        """Return the number of parameter tensors of the last layer; None until it is known."""
         if self.is_fitted:
             return inspection.n_layers(self)
         layer = attributes.last_layer(self)
@@ -380,7 +380,7 @@ class KronLLLaplace(LLLaplace, KronLaplace):
 
     @property
     def H(self) -> Any:  # type: ignore[override]
-        """The curvature at unit noise, a `KronDecomposed`; before `fit`, a `Kron` of zeros, or None."""
+        """Return the curvature at unit noise, a `KronDecomposed`; before `fit`, a `Kron` of zeros, or None."""
         if self.is_fitted:
             return self._decomposed()
         layer = attributes.last_layer(self)
@@ -401,7 +401,7 @@ class SubnetLaplace(ParametricLaplace):
 
     @property
     def n_params(self) -> int:  # type: ignore[override]
-        """The number of all trainable weights; `n_params_subnet` counts those of the subnetwork."""
+        """Return the number of all trainable weights; `n_params_subnet` counts those of the subnetwork."""
         return len(attributes.all_weights(self))
 
     def _mean_of_weights(self) -> Tensor:

@@ -51,7 +51,7 @@ class FeatureExtractor(nn.Module):
 
     @property
     def last_layer_name(self) -> str | None:
-        """The name of the last layer; None until it is known."""
+        """Return the name of the last layer; None until it is known."""
         return self._last_layer_name
 
     def forward(self, x: Any) -> Any:

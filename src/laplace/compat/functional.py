@@ -185,7 +185,7 @@ class VaLLA(BaseFunctionalLaplace):
 
     @property
     def inducing_locations(self) -> Any:
-        """The inducing points of the last fit; those that were given before it; None if they are not known."""
+        """Return the inducing points of the last fit; those that were given before it; None if they are not known."""
         structure = self.runner.spec.structure
         assert isinstance(structure, Variational)
         if structure.placed is None:
@@ -197,7 +197,7 @@ class VaLLA(BaseFunctionalLaplace):
 
     @property
     def num_inducing(self) -> int | None:
-        """The number of inducing points; None if they were given and are not placed yet."""
+        """Return the number of inducing points; None if they were given and are not placed yet."""
         structure = self.runner.spec.structure
         assert isinstance(structure, Variational)
         return structure.n_subset if structure.placed is None else len(structure.placed)

@@ -123,7 +123,7 @@ class Threshold(SetRule):
 
 @dataclass(frozen=True)
 class Adaptive(SetRule):
-    """The probability of all classes at least as probable, minus u p(class) (Romano et al., 2020).
+    """Scores by the probability of all classes at least as probable, minus u p(class) (Romano et al., 2020).
 
     Its sets are larger for harder inputs. Without u, each class counts whole, and sets are somewhat larger.
     """

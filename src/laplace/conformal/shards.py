@@ -12,7 +12,7 @@ from laplace.distributed import Reduce
 
 @dataclass(frozen=True)
 class Found:
-    """What a process has found in its part of the examples.
+    """Holds what a process has found in its part of the examples.
 
     Attributes:
         rule: The score. None without an example.

@@ -26,4 +26,5 @@ class Sketch(Drawn):
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> OutputCurvature:
         eps = signs(f.shape[0], self.samples, f.shape[1], f, generator)
-        return OutputCurvature(vectors=likelihood.root_times(f, eps, y) * self.samples**-0.5, together=True)
+        v = likelihood.root_times(f, eps, y)
+        return OutputCurvature(vectors=v if self.samples == 1 else v * self.samples**-0.5, together=True)

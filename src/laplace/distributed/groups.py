@@ -20,7 +20,7 @@ _WRITE = (
 
 
 class Unsaid(Enum):
-    """The default of `group=`, which is not None: None is something that users say on purpose."""
+    """Marks that `group=` was not given: None is something that users say on purpose."""
 
     UNSAID = "not said"
 

@@ -61,12 +61,15 @@ class Ranks(Reduce):
     def session(self) -> Iterator[None]:
         self._over = self._interrupted = False
         try:
-            yield
-        except BaseException as error:
-            if not self._over:
-                self._fail(error)
-            raise
-        self.agree(lambda: None)
+            try:
+                yield
+            except BaseException as error:
+                if not self._over:
+                    self._fail(error)
+                raise
+            self.agree(lambda: None)
+        finally:
+            self.services = dict(SERVICES)  # others hold the sums of what has asked
         if self._interrupted:  # during that last exchange
             raise KeyboardInterrupt
 

@@ -22,6 +22,7 @@ from laplace.inference.reads import ABSENT, Read, changed_form, require_each_onc
 from laplace.inference.targets import counted
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.linalg.sampling import Keyed, rows_keyed, seed_from
+from laplace.linalg.shared_sums import share_equal_rows, sums_from
 from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
 from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch, Inputs
@@ -366,7 +367,8 @@ class Accumulator:
             self._take()
         grams = {key: value.flush() for key, value in self.sums.items() if isinstance(value, GramSum)}
         others = {key: value for key, value in self.sums.items() if key not in grams}
-        self.sums = {key: GramSum(grams[key]) if key in grams else others[key] for key in self.sums}
+        going_on = sums_from(grams)
+        self.sums = {key: going_on[key] if key in grams else others[key] for key in self.sums}
         generators = {} if self.generator is None else {"now": self.generator.get_state(), "at first": self._state}
         state = {"grams": grams, "others": others, "generators": generators, "like": self._like}
         return state | {key: getattr(self, key) for key in _STATE}
@@ -385,7 +387,7 @@ class Accumulator:
         if self.generator is not None:
             for key in ("now", "at first"):  # check both now: the second is used much later
                 torch.Generator(self.generator.device).set_state(state["generators"][key].cpu())
-        self.sums = {**state["others"], **{key: GramSum(gram) for key, gram in state["grams"].items()}}
+        self.sums = {**state["others"], **sums_from(state["grams"])}
         self._like = state["like"]
         for key in _STATE:
             setattr(self, key, state[key])
@@ -517,15 +519,14 @@ def _alike(f: Tensor, other: Tensor) -> bool:
 
 def add_to(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> None:
     """Add the contributions of a batch to sums."""
+    added = share_equal_rows(total, part)
     for key, value in part.items():
         so_far = total.get(key)
         if isinstance(value, GramRows) and isinstance(so_far, Tensor):
             value = gram(value.rows).unsqueeze(0)  # a batch with one position after others with several
-        if so_far is None and isinstance(value, GramRows):
-            total[key] = so_far = GramSum()
         if isinstance(so_far, GramSum):
             if isinstance(value, GramRows):
-                so_far.add(value.rows)
+                added.once(so_far, value)
             elif isinstance(value, Tensor):
                 so_far.add_gram(value.squeeze(0))
         elif so_far is None:

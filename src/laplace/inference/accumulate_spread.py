@@ -199,7 +199,7 @@ class SpreadAccumulator(Accumulator):
 
 @dataclass(frozen=True)
 class Bases:
-    """The two bases of a tensor's block, of which None means the unit vectors."""
+    """Holds the two bases of a tensor's block. None stands for the unit vectors."""
 
     left: Basis | None
     right: Basis | None

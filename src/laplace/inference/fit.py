@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from laplace.backprop import Network
 from laplace.checks import generator_or_none
 from laplace.curvature import CURVATURES, Estimator
 from laplace.distributed import Reduce, alone
@@ -26,7 +27,7 @@ from laplace.network.batches import Batch
 from laplace.network.watching import unregistered_in, watch_again
 from laplace.posterior.posterior import Fit
 from laplace.priors.base import Prior
-from laplace.weights import All, FoundLastLayer, Selection, Snapshot
+from laplace.weights import All, FoundLastLayer, Selection, Snapshot, mean_of
 
 
 class Journal(Progress, Protocol):
@@ -97,6 +98,8 @@ def fit(
             else:
                 runner.require_steady(first.inputs, isinstance(weights, FoundLastLayer))
             engine = runner.engine(weights, runner.plan if before is not None else None)  # after a run was watched
+            if before is None and runner.plan is not None and reduce.size == 1 and isinstance(engine, Network):
+                engine.keep(runner.plan, first.inputs)
             estimator = runner.chosen_curvature(engine, first.inputs) if before is None else _as_before(runner, before)
         generator = generator_or_none(generator)
         progress = None if journal is None else journal(weights, estimator, generator)
@@ -106,8 +109,7 @@ def fit(
         kind = SubsetAccumulator if spec.structure.functional else SpreadAccumulator if spread else Accumulator
         sums = kind(engine, *parts, reduce, shard)
         sums.n_outputs = 0 if before is None else before.n_outputs
-        mean = weights.layout.join(weights.tensors(runner.model))
-        mean = mean.to(torch.promote_types(mean.dtype, torch.float32), copy=True)
+        mean = mean_of(weights, runner.model)
         prior.check(weights.layout, spec.structure.takes)
         spec.structure.check(weights.layout)
         if reduce.size > 1:

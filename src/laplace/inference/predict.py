@@ -19,6 +19,7 @@ from laplace.distributed.shards import Shard, shard_of
 from laplace.distributed.together import joined as joined_ranks
 from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
 from laplace.inference.linearised import through_link
+from laplace.inference.one_input import at_one_input
 from laplace.inference.predict_shards import in_step, parts_in_order, same_draws
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
@@ -86,6 +87,17 @@ def call(
         ModelError: the network fails on these inputs.
         MemoryBudgetError: the result would not fit into memory.
     """
+    if (
+        type(x) is Tensor
+        and pred_type == "glm"
+        and (joint is diagonal_output is False)
+        and (generator is outputs is None)
+        and not model_kwargs
+        and n_samples == 100
+    ):
+        found = at_one_input(source, x, link_approx, as_in_paper=True)
+        if found is not None:
+            return found.mean
     x, model_kwargs = given_by_name(x, model_kwargs)
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
@@ -166,6 +178,18 @@ def predict(
         ModelError: the network fails on these inputs.
         MemoryBudgetError: the result would not fit into memory.
     """
+    if (
+        type(x) is Tensor
+        and pred_type == "glm"
+        and (diagonal_output is progress_bar is generator is None)
+        and group is OWN
+        and not model_kwargs
+        and type(n_samples) is int
+        and 2 <= n_samples <= _FEW_DRAWS
+    ):
+        found = at_one_input(source, x, link_approx)
+        if found is not None:
+            return found.prediction(source, Draws(n_samples))
     x, model_kwargs = given_by_name(x, model_kwargs)
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)

@@ -1,4 +1,4 @@
-"""Keep the engine that a prediction ran the network with ready for the next one."""
+"""Keep what a prediction needs beside its input ready for the next one: the engine, and what the posterior fixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from laplace.backprop import Head, Network
 from laplace.network.kept import KeptReplica
-from laplace.posterior.posterior import Fit
+from laplace.network.pieces import is_stand_in
+from laplace.posterior.posterior import Fit, Posterior
 
 _IDLE = 4  # most engines that wait for a call: one for each thread that predicts
 _AT_ONCE = 2**16  # most weights that are compared with the posterior's mean in one call
@@ -30,7 +31,10 @@ class ReadyEngine:
     def of(cls, engine: Head | Network, kept: KeptReplica, fit: Fit, tensors: list[Tensor]) -> ReadyEngine | None:
         """Make an engine ready, for a network whose uncertain weights are those of the fit. None if it cannot be."""
         pairs, layout = [], engine.weights.layout
-        for t, flat, m in zip(tensors, layout.gather(tensors), layout.split(fit.mean), strict=True):
+        for t, part, m in zip(tensors, layout.parts, layout.split(fit.mean), strict=True):
+            if is_stand_in(t):  # of a piece, `kept` sees the memory
+                continue
+            flat = t.reshape(-1) if part is None else part.gather(t.reshape(-1))
             if flat.data_ptr() != t.data_ptr() or t.device != m.device:  # a copy would not follow the weights
                 return None
             pairs += zip(flat.split(_AT_ONCE), m.to(t.dtype).split(_AT_ONCE), strict=True)
@@ -69,6 +73,7 @@ class Ready:
 
     def __init__(self) -> None:
         self._idle: list[ReadyEngine] = []
+        self._fixed: tuple[Posterior | None, dict[Any, Any]] = None, {}
 
     def take(self, fit: Fit) -> ReadyEngine | None:
         """Return an engine that may be used for this fit, if there is one. Others are dropped."""
@@ -86,9 +91,17 @@ class Ready:
         if len(self._idle) < _IDLE and ready.kept.is_clean():
             self._idle.append(ready)
 
+    def fixed_by(self, posterior: Posterior) -> dict[Any, Any]:
+        """Return a dict in which to keep what this posterior fixes: an empty one as soon as it is another."""
+        fixed = self._fixed
+        if fixed[0] is not posterior:
+            fixed = self._fixed = posterior, {}
+        return fixed[1]
+
     def clear(self) -> None:
-        """Drop all engines."""
+        """Drop everything."""
         self._idle.clear()
+        self._fixed = None, {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ready:
         return Ready()

@@ -31,9 +31,10 @@ from laplace.inference.targets import check_finite
 from laplace.linalg.autocast import rounding
 from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
 from laplace.network.kept import replicate_to_keep
+from laplace.network.pieces import is_stand_in
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import replicate, unwrap
-from laplace.network.sharded import settle
+from laplace.network.sharded import refresh, settle
 from laplace.network.sharing import Sharing, outputs_of, outputs_twice
 from laplace.posterior.posterior import Fit
 from laplace.predictive.positions import Positions
@@ -57,6 +58,7 @@ class Runner:
         snapshot: the state of the network when it was fitted.
         dims: the number of dimensions of each training input. None if the posterior came from a file.
         ranks: how many processes fitted the posterior together.
+        ready: what waits for the next prediction.
         next_tokens: whether labels have to be shifted to the next positions. None until a batch tells.
     """
 
@@ -68,7 +70,7 @@ class Runner:
         self.dims: tuple[int, ...] | None = None
         self.next_tokens: bool | None = None
         self.ranks = 1
-        self._sharing, self._warned, self._ready = Sharing(), set[str](), Ready()
+        self._sharing, self._warned, self.ready = Sharing(), set[str](), Ready()
 
     @property
     def spread(self) -> str | None:
@@ -106,17 +108,22 @@ class Runner:
         """Return the uncertain weights. Runs the network on one example if necessary."""
         if keep and self.weights is not None:
             return self.weights
+        refresh(unwrap(self.model))
         weights = self.spec.weights.find(self.model, inputs)
-        settle(unwrap(self.model), weights.layout.names)  # of a sharded network: they are on every rank from now on
+        self._settle(weights)
         require_served(self.spec.structure, weights.layout)
         scores = self.spec.estimator.name == "ef"
         if isinstance(weights, FoundLastLayer) and scores and self.positions(inputs).several:
             return Selection(weights.layout)  # the score of an example is one vector over all its positions
         return weights
 
+    def _settle(self, weights: FoundLastLayer | Selection) -> None:
+        """Have the uncertain weights of a sharded network on every rank from now on, if they are few."""
+        settle(unwrap(self.model), weights.layout.names, few=isinstance(weights, Selection))
+
     def _damaged(self) -> str:
         """Return a sentence about weights that are NaN or infinite, if there are any."""
-        bad = [name for name, p in self.model.named_parameters() if not all_finite(p.detach())]
+        bad = [name for name, p in self.model.named_parameters() if not is_stand_in(p) and not all_finite(p.detach())]
         return f" So do the weights {', '.join(bad[:3])}: training has diverged, or a file is damaged." if bad else ""
 
     def require_steady(self, inputs: Inputs, linear: bool) -> None:
@@ -205,7 +212,7 @@ class Runner:
 
     def uncut(self, fit: Fit, inputs: Inputs, whole: bool = False) -> Iterator[Forward]:
         """Yield runs on consecutive parts of the inputs, with all positions of each example."""
-        ready = self._ready.take(fit) or self._made_ready(fit)
+        ready = self.ready.take(fit) or self._made_ready(fit)
         assert self.weights is not None
         engine = self.engine(self.weights, self.plan) if ready is None else ready.engine
         device = device_of(self.model) if ready is None else ready.device
@@ -226,7 +233,7 @@ class Runner:
             yield fit.attach_points(forward, engine, self.spec.budget.chunk)
         self.plan = engine.plan
         if ready is not None:
-            self._ready.give(ready)
+            self.ready.give(ready)
 
     def _made_ready(self, fit: Fit) -> ReadyEngine | None:
         """Return an engine that can be kept. None if the network has changed since it was fitted, or has no plan."""
@@ -287,11 +294,12 @@ class Runner:
         snapshot: Snapshot | None = None,
     ) -> None:
         """Remember the current state of the network, which a posterior belongs to; or the given one."""
-        settle(unwrap(self.model), weights.layout.names)
+        if snapshot is None:
+            self._settle(weights)
         self.weights, self.plan, self.dims = weights, plan, dims
         self.snapshot = Snapshot.of(self.model) if snapshot is None else snapshot
         self._warned.discard("stale")
-        self._ready.clear()
+        self.ready.clear()
 
     def changed(self, mean: Tensor, thoroughly: bool = False) -> str | None:
         """Describe what has changed since the fit. Returns None if nothing has."""
@@ -341,7 +349,7 @@ class Runner:
     def with_structure_of(self, fit: Fit) -> Runner:
         """Return a runner of the same network for another fit, with all warnings to come again."""
         other = copy.copy(self)
-        other.spec, other._warned, other._ready = replace(self.spec, structure=fit.structure), set(), Ready()
+        other.spec, other._warned, other.ready = replace(self.spec, structure=fit.structure), set(), Ready()
         other.snapshot = self.snapshot  # kept: this is the same network, not a copy
         return other
 

@@ -18,8 +18,8 @@ from laplace.errors import InputError, ModelError, OptionError
 from laplace.inference.runner import Runner
 from laplace.network.batches import Batch, device_of
 from laplace.network.digests import Digest, differing, of_state
+from laplace.network.pieces import whole
 from laplace.network.pytree import tensors_in
-from laplace.network.sharded import whole
 from laplace.weights import FoundLastLayer, Selection
 
 _LARGE = 2**30  # bytes of weights above which only those that are uncertain are compared, and the buffers

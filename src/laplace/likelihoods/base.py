@@ -21,7 +21,7 @@ IGNORED: Final = -100  # the label that means "no label here", as in torch's cro
 
 
 class Labels(Protocol):
-    """The labels of a batch, with whatever else the batch says about its examples.
+    """Holds the labels of a batch, with whatever else the batch says about its examples.
 
     Attributes:
         y: Labels, (N, ...).
@@ -37,7 +37,7 @@ class Labels(Protocol):
 
 @dataclass(frozen=True)
 class Targets:
-    """The checked labels of a batch, and how much each example counts.
+    """Holds the checked labels of a batch, and how much each example counts.
 
     Attributes:
         y: Labels, (N, ...).

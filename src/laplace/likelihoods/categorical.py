@@ -23,7 +23,8 @@ from laplace.errors import InputError, OptionError, warn
 from laplace.likelihoods.base import IGNORED, check_range, class_indices, finite
 from laplace.likelihoods.classes import OneOfSeveral, drawn_classes
 from laplace.linalg.output_curvature import OutputCurvature
-from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration, softmax
+from laplace.linalg.softmax import log_softmax, softmax
+from laplace.predictive.links import CATEGORICAL_LINKS, bridge_concentration, bridge_norm_concentration
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.response import Outputs
 
@@ -111,22 +112,22 @@ class Categorical(OneOfSeveral):
         return kept.double() if counts is None else counts * kept
 
     def log_prob(self, f: Tensor, y: Tensor, sigma: Tensor | float = 1.0) -> Tensor:
-        log_p = f.log_softmax(-1)
+        log_p = log_softmax(f)
         if self.label_smoothing == 0 and y.dim() == 1:
             return log_p.gather(-1, self._index(y).unsqueeze(-1)).squeeze(-1)
         return (self._target_probs(f, y) * log_p).sum(-1)
 
     def score(self, f: Tensor, y: Tensor) -> Tensor:
-        return self._target_probs(f, y) - f.softmax(-1)
+        return self._target_probs(f, y) - softmax(f)
 
     def fisher(self, f: Tensor, y: Tensor | None = None) -> OutputCurvature:
-        p = f.softmax(-1)
+        p = softmax(f)
         return OutputCurvature(diagonal=p, vectors=p.unsqueeze(0), sign=-1)
 
     def root_times(self, f: Tensor, eps: Tensor, y: Tensor | None = None) -> Tensor:
-        p = f.softmax(-1)
-        q = p.sqrt()
-        return q * eps - p * (q * eps).sum(-1, keepdim=True)
+        p = softmax(f)
+        v = p.sqrt() * eps
+        return torch.addcmul(v, p, v.sum(-1, keepdim=True), value=-1)
 
     def drawn_scores(self, f: Tensor, y: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         drawn = self.sample(f, n_samples, generator)

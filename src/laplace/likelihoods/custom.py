@@ -89,7 +89,7 @@ class ByAutograd(Likelihood):
 
     @property
     def _source(self) -> str:
-        """Where log p comes from, for messages."""
+        """Say where log p comes from, for messages."""
         return f"{type(self).__name__}.log_prob"
 
     def check_targets(self, f: Tensor, y: Tensor) -> Tensor:

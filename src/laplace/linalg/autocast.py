@@ -17,8 +17,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def plain() -> AbstractContextManager[None]:
     """Turn off inference mode, whose tensors must not be cached, and autocast, which would round our sums."""
-    nothing = not torch.is_inference_mode_enabled() and not any(map(torch.is_autocast_enabled, _DEVICES))
-    return nullcontext() if nothing else _plain()
+    return nullcontext() if _is_plain() else _plain()
+
+
+def _is_plain() -> bool:
+    return not (
+        torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    )
 
 
 @contextmanager
@@ -34,6 +39,11 @@ def _plain() -> Iterator[None]:
         finally:
             if token is not None:
                 _callers.reset(token)
+
+
+def is_cast() -> bool:
+    """Return whether the caller of `plain` had autocast on."""
+    return bool(_callers.get())
 
 
 def as_called() -> AbstractContextManager[None]:
@@ -59,7 +69,9 @@ def plainly(function: Function) -> Function:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with plain():
+        if _is_plain():
+            return function(*args, **kwargs)
+        with _plain():
             return function(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]

@@ -24,7 +24,7 @@ _DEPENDENT: Final = 1e3  # directions that are smaller than so many rounding err
 
 @dataclass(frozen=True)
 class Solved:
-    """What conjugate gradients have found.
+    """Holds what conjugate gradients have found.
 
     Attributes:
         x: the solutions, (S, P).
@@ -95,7 +95,7 @@ def _iterated(
 
 @dataclass(frozen=True)
 class Probed:
-    """What conjugate gradients on each row by itself have found, with the coefficients of Lanczos' method.
+    """Holds what conjugate gradients on each row by itself have found, with the coefficients of Lanczos' method.
 
     Attributes:
         x: the solutions, (S, P).

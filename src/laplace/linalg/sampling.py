@@ -23,7 +23,7 @@ _KEPT = 2**16  # most numbers that are kept for the next call
 
 @dataclass(frozen=True)
 class Draws:
-    """How many draws of outputs to make, and from which generator (None: torch's global one).
+    """Says how many draws of outputs to make, and from which generator (None: torch's global one).
 
     Attributes:
         n: How many draws, S.
@@ -141,7 +141,7 @@ def signs(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | Non
         bits = (words & 1).flatten(1)[:, : k * c].unflatten(1, (k, c))
     else:
         bits = torch.randint(2, (n, k, c), generator=generator, device=_device(like, generator))
-    return (2 * bits - 1).to(like).transpose(0, 1)
+    return bits.to(like).mul_(2).sub_(1).transpose(0, 1)
 
 
 def uniforms(n: int, k: int, c: int, like: Tensor, generator: torch.Generator | None) -> Tensor:

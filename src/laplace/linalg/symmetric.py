@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Iterable
@@ -89,7 +90,7 @@ def total(terms: Iterable[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Clipped:
-    """How many eigenvalues of positive semi-definite matrices were below zero and were set to zero."""
+    """Counts the eigenvalues of positive semi-definite matrices that were below zero and were set to zero."""
 
     count: int = 0
     lowest: float = 0.0  # the most negative one, relative to the largest eigenvalue of its matrix
@@ -298,13 +299,19 @@ class GramRows:
     """A contribution rows^T rows to a sum, not multiplied out yet."""
 
     rows: Tensor  # (M, D)
+    dtype: torch.dtype | None = None  # of the products and of the sum; None leaves it to `GramSum`
 
 
 class GramSum:
-    """A running sum of `GramRows`. Small blocks of rows are collected in a buffer before the product."""
+    """A running sum of `GramRows`. Small blocks of rows are collected in a buffer before the product.
 
-    def __init__(self, total: Tensor | None = None) -> None:
+    With a `dtype`, all products and sums of wide matrices are in it. Without, they are in float64 where float32 may
+    harm: see `gram`.
+    """
+
+    def __init__(self, total: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
         self.total = total  # (D, D)
+        self.dtype = dtype
         self._buffer: Tensor | None = None
         self._filled = self._seen = 0
         self._recent: Tensor | None = None  # (D, D), the lower triangle of some rows' sum in float32
@@ -313,23 +320,43 @@ class GramSum:
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
         m, d = rows.shape
-        many = m >= 2 * d or (d >= _MANY and self._seen >= 2 * d)  # fewer are collected: a product would be in float64
+        rows = rows if self.dtype is None else rows.to(self.dtype)
+        enough = self.dtype is not None or self._seen >= 2 * d  # fewer are collected: a product would be in float64
+        many = m >= 2 * d or (d >= _MANY and enough)
         if m >= _ENOUGH and many:
             self._take(rows)
             return
-        if self._buffer is None:
-            self._buffer = rows.new_empty(max(m, min(_HELD // d, max(8 * d, 2 * _ENOUGH))), d)
-        if self._filled + m > len(self._buffer):
+        if self._buffer is not None and self._filled + m > len(self._buffer):
             self._empty()
+        if self._buffer is None:
+            self._buffer = rows.new_empty(max(m, self._room(d)), d)
         if m > len(self._buffer):
             self._take(rows)
         else:
             self._buffer[self._filled : self._filled + m] = rows
             self._filled += m
 
+    def _room(self, d: int) -> int:
+        """Return how many rows are collected. Of a wide matrix, at first as many as a product in float32 needs.
+
+        They take no more memory than a sum in float64, which their product would need before.
+        """
+        if d >= _MANY and self.dtype is not None:  # asked for to save memory
+            return _ENOUGH
+        usual = min(_HELD // d, max(8 * d, 2 * _ENOUGH))
+        return max(usual, 2 * d) if d >= _MANY and self._seen < 2 * d else usual
+
     def add_gram(self, term: Tensor) -> None:  # (D, D)
         """Add a finished product."""
         self.total = in_sums(term, copy=True) if self.total is None else self.total.add_(term)
+
+    def copy(self) -> GramSum:
+        """Return a sum of the same rows that can grow independently."""
+        other = copy.copy(self)
+        for name in ("total", "_buffer", "_recent"):
+            tensor = getattr(self, name)
+            setattr(other, name, None if tensor is None else tensor.clone())
+        return other
 
     def flush(self) -> Tensor:  # (D, D)
         """Return the sum of everything so far."""
@@ -342,6 +369,8 @@ class GramSum:
         if self._filled and self._buffer is not None:
             self._take(self._buffer[: self._filled])
             self._filled = 0
+            if len(self._buffer) > self._room(self._buffer.shape[1]):
+                self._buffer = None  # fewer rows are collected from now on
 
     def _take(self, rows: Tensor) -> None:
         m, d = rows.shape
@@ -349,10 +378,11 @@ class GramSum:
         if d < _MANY:
             self.add_gram(gram(rows))
             return
-        if self._seen < 2 * d:  # these rows may be all the data: see `gram`
+        if self._seen < 2 * d and self.dtype is None:  # these rows may be all the data: see `gram`
             rows = rows.double()
         if self.total is None:
-            self.total = in_sums(rows.new_zeros(d, d))
+            zeros = rows.new_zeros(d, d)
+            self.total = in_sums(zeros) if self.dtype is None else zeros
         elif d > _PRECISE:
             self.total = self.total.to(rows.dtype)
         if self.total.dtype == rows.dtype:

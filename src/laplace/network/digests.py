@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace.network.pieces import whole
 from laplace.network.replica import plain_name, unwrap
-from laplace.network.sharded import is_gathering, whole
+from laplace.network.sharded import is_gathering
 
 _SHOWN = 3  # differences in a message
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # numpy has no bfloat16

@@ -14,11 +14,13 @@ from itertools import chain
 from types import CellType, FunctionType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from laplace.network.copying import LONG, Copies, held_by
+from laplace.network.pieces import behind, written
 from laplace.network.replica import known_writes, replica_and_copies, unwrap
 
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -30,6 +32,9 @@ _ASIDE: Final = (  # of a module: nothing in them has to do with its forward pas
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
     "_non_persistent_buffers_set",
+    "_forward_hooks_with_kwargs",  # of hooks that are also in `_forward_hooks` or `_forward_pre_hooks`
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
 )
 
 
@@ -53,10 +58,13 @@ class KeptReplica:
         self._copies = [copy for value, copy in pairs if copy is not value]
         self._own: Contents | None = None
         self._places = _places(self.tensors)
+        self._pieces = behind(self.tensors)
+        self._written = written(self._pieces)
 
     def is_current(self) -> bool:
         """Whether the network is as it was when the replica was made, and no tensor was written to."""
-        return self._theirs.are_same() and self._places == _places(self.tensors)
+        same = self._theirs.are_same() and self._places == _places(self.tensors)
+        return same and (not self._pieces or self._written == written(self._pieces))
 
     def settle(self) -> None:
         """Remember the replica as it is now, with the hooks that it has got, before it runs."""
@@ -101,27 +109,43 @@ class Contents:
                 seen.add(id(value))
                 self._add(value)
         self._kinds = [*map(type, self._objects)]
-        self._sizes = [*map(len, self._mappings)], [*map(len, self._sequences)]
-        self._keys = [*chain.from_iterable(self._mappings)]
+        self._items = [dict(mapping) for mapping in self._mappings]
+        self._sizes = [*map(len, self._sequences)]
         held = (map(dict.values, self._mappings), self._sequences, map(held_by, self._others))
-        self._held = [*chain.from_iterable(chain(*held))]  # kept alive, so that their identities stay unique
-        self._ids = [*map(id, self._held)]
+        self._held = [*chain.from_iterable(chain(*held))]  # kept alive, so that their addresses stay unique
+        self._count = sum(map(len, self._mappings))
+        self._values = self._values_now()
+        self._ids = self._ids_now()
 
     def are_same(self) -> bool:
-        """Whether they still hold the same objects."""
+        """Whether they still hold the same objects.
+
+        Mappings are compared as a whole last: then all values are the same objects, and none is asked whether it is
+        equal to another. Their order is part of the comparison of values.
+        """
         try:
             return (
-                not any(self._empty)
+                self._values == self._values_now()
+                and not any(self._empty)
+                and self._items == self._mappings
                 and self._kinds == [*map(type, self._objects)]
-                and self._sizes == ([*map(len, self._mappings)], [*map(len, self._sequences)])
+                and self._sizes == [*map(len, self._sequences)]
                 and self._ids == self._ids_now()
-                and self._keys == [*chain.from_iterable(self._mappings)]
             )
-        except RuntimeError:  # another thread is changing one of them now; or a key is a tensor
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # another thread is changing one of them; one is shorter; or a key is a tensor
             return False
 
+    def _values_now(self) -> bytes:
+        """Return the addresses of what the mappings hold, an array's bytes: no number is made for each."""
+        values = chain.from_iterable(map(dict.values, self._mappings))
+        return np.fromiter(values, object, self._count).tobytes()
+
     def _ids_now(self) -> list[int]:
-        found = [*map(id, chain.from_iterable(map(dict.values, self._mappings)))]
+        """Return the identities of what the others hold."""
+        found: list[int] = []
         if self._sequences:
             found.extend(map(id, chain.from_iterable(self._sequences)))
         if self._others:

@@ -23,6 +23,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from laplace.errors import ModelError
 from laplace.network.copying import ATOMS, Copies
+from laplace.network.pieces import copied, is_stand_in
 
 UNWATCHED = "_laplace_unwatched"  # on a replica whose first run must be watched: the original network
 _ELSEWHERE = "_laplace_elsewhere"  # on modules of a replica that keep a parameter in other places than its attribute
@@ -49,7 +50,8 @@ def replica_and_copies(
     copies, apart = Copies(_copy_module), written or ()
     for name, p in model.named_parameters():
         name = plain_name(name)
-        copies.put(p, nn.Parameter(_own(p) if name in apart or p.is_inference() else p.detach(), name in tracked))
+        apart_from_it = (name in apart or p.is_inference()) and not is_stand_in(p)
+        copies.put(p, copied(p, nn.Parameter(_own(p) if apart_from_it else p.detach(), name in tracked)))
     for name, b in model.named_buffers():
         copies.put(b, _own(b) if plain_name(name) in apart or b.is_inference() else b.detach())
     replica: nn.Module = copies.of(model)

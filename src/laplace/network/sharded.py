@@ -5,82 +5,30 @@ must run the network the same number of times. A posterior reads shards of diffe
 tree of modules without FSDP's classes and hooks. It does the same, but asks for each layer when it needs it
 (`Ranks.ask`): the other ranks hand over their pieces wherever they are. The user's network is never touched.
 
-In the copy, a parameter that is not gathered is a stand-in: one number, seen in the whole shape. Whatever autograd
-would keep of a gathered parameter for the way back is kept as its name, and is gathered again there. Uncertain
-parameters are gathered for good when they are found (`settle`).
+In the copy, a parameter is a stand-in, and modules have classes whose `forward` gathers (`pieces.py`). Uncertain
+parameters are no exception, unless they are few, as a last layer or adapters: those are gathered for good when they are
+found (`settle`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import cache
 from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
-from laplace.distributed.ranks import SERVICES, Ranks
-from laplace.distributed.together import ranks_together
 from laplace.errors import UnsupportedError
 from laplace.network.copying import Copies
+from laplace.network.pieces import SETTLED, UNIT, Pieces, is_stand_in, places, present, whole
 
 _STATE = ("FSDPState", "_MultiHandler")  # whose methods are FSDP's hooks
 _MARKS = ("__composable_api_state_key", "_is_fsdp", "_fsdp")  # how FSDP's own attributes of a module begin
-_SERVICE: Final = "pieces of a parameter"
-_SLOTS: Final = "_laplace_slots"  # on modules that FSDP has wrapped: the places of the parameters that they gather
-_PIECE: Final = "_laplace_piece"  # on a stand-in
+_PLAIN: Final = "_laplace_plain"  # on a class that gathers: the one that it was made from
 
-
-class Pieces(list[Any]):
-    """This rank's pieces of a network's parameters, DTensors in their order. The other ranks may ask for them."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Names a parameter of which each rank has a piece: the number of the network, and that of the parameter."""
-
-    network: int
-    index: int
-
-    def gather(self, ranks: Ranks | None = None) -> Tensor:
-        """Return the whole parameter. All ranks take part."""
-        ranks = ranks_together() if ranks is None else ranks
-        if ranks is None:
-            raise UnsupportedError(
-                "the network is sharded by fully_shard, and each run gathers its layers from all ranks. Call it on all "
-                "of them: la.predict(x, group=torch.distributed.group.WORLD), where each rank may have inputs of its "
-                "own; or `with laplace.distributed.together(group):` around any other call."
-            )
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            _disable_current_modes(),
-            temporarily_clear_interpreter_stack(),
-        ):
-            return ranks.ask(_SERVICE, (self.network, self.index))
-
-
-_counter = itertools.count()  # all ranks make their networks in the same order
-_networks: WeakValueDictionary[int, Pieces] = WeakValueDictionary()
 _of_copies: WeakKeyDictionary[nn.Module, Pieces] = WeakKeyDictionary()  # which keep them alive
-
-
-def _gathered(key: tuple[int, int], _: list[Any]) -> Tensor:
-    number, index = key
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(), temporarily_clear_interpreter_stack():
-        return _networks[number][index].full_tensor().detach()
-
-
-SERVICES[_SERVICE] = _gathered
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -90,13 +38,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 def is_gathering(model: nn.Module) -> bool:
     """Whether a network is a copy that gathers its layers when they run."""
-    return any(hasattr(p, _PIECE) for p in model.parameters())
+    return any(is_stand_in(p) for p in model.parameters())
 
 
-def whole(t: Tensor) -> Tensor:
-    """Return a tensor of a network. One of which each rank has a piece is gathered."""
-    piece = getattr(t, _PIECE, None)
-    return t if piece is None else piece.gather()
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, without the one that gathers its parameters."""
+    return getattr(type(module), _PLAIN, type(module))
 
 
 def gathering(model: nn.Module) -> nn.Module:
@@ -107,58 +54,58 @@ def gathering(model: nn.Module) -> nn.Module:
     """
     if not any(_is_fsdp(module) for module in model.modules()):
         _refuse_parallel(model)
-    copies, pieces, number = Copies(_plain), Pieces(), next(_counter)
-    _networks[number] = pieces
+    copies, pieces = Copies(_plain), Pieces()
     for name, p in model.named_parameters():
         if not _is_spread(p):
             copies.put(p, nn.Parameter(p.detach().clone(), p.requires_grad))
             continue
         if sum(part.is_shard() for part in p.placements) > 1:  # type: ignore[attr-defined]
             _refuse_parallel(model, name)
-        local = p.to_local()  # type: ignore[attr-defined]
-        standin = nn.Parameter(torch.zeros((), dtype=p.dtype, device=local.device).expand(p.shape), p.requires_grad)
-        setattr(standin, _PIECE, Piece(number, len(pieces)))
-        pieces.append(p.detach())
-        copies.put(p, standin)
+        copies.put(p, pieces.stand_in(p, p.requires_grad))
     for b in model.buffers():
         copies.put(b, (b.full_tensor() if _is_spread(b) else b).detach().clone())  # type: ignore[attr-defined]
     clone: nn.Module = copies.of(model)
     _of_copies[clone] = pieces
-    for module in [module for module in model.modules() if _is_fsdp(module)]:
-        own = copies.of(module)
-        own.__dict__[_SLOTS] = [
-            (copies.of(sub), key, getattr(copies.of(p), _PIECE)) for sub, key, p in _own_slots(module) if _is_spread(p)
-        ]
-        own.__class__ = _gathering_class(type(own))
+    for module in clone.modules():
+        if any(places(module)):
+            module.__class__ = _gathering_class(type(module))
     return clone
 
 
-def settle(model: nn.Module, names: Collection[str]) -> bool:
-    """Gather some parameters of such a copy for good. Return whether there were any. All ranks must call this."""
-    places = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
-    named = {id(p): p for name, p in model.named_parameters() if name in set(names) and hasattr(p, _PIECE)}
-    for p in named.values():
-        settled = nn.Parameter(whole(p).clone(), p.requires_grad)
-        for module, key, other in places:
-            if other is p:
-                module._parameters[key] = settled
-    if named:
-        for module in [module for module in model.modules() if _SLOTS in module.__dict__]:
-            slots = [slot for slot in module.__dict__[_SLOTS] if hasattr(slot[0]._parameters[slot[1]], _PIECE)]
-            module.__dict__[_SLOTS] = slots
-            if not slots:
-                module.__class__ = type(module).__mro__[1]
-    return bool(named)
+def settle(model: nn.Module, names: Collection[str], few: bool = False) -> bool:
+    """Gather some parameters of such a copy for good. Return whether there were any. All ranks must call this.
+
+    With `few`, nothing is gathered that is more than a rank's share of the network.
+    """
+    new = {id(p): p for name, p in model.named_parameters() if name in set(names) and is_stand_in(p)}
+    if not new or (few and not _are_few(model, [*new.values()])):
+        return False
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is None or id(p) not in new:
+                continue
+            if new[id(p)] is p:
+                new[id(p)] = nn.Parameter(whole(p).clone(), p.requires_grad)
+                setattr(new[id(p)], SETTLED, p)
+            module._parameters[key] = new[id(p)]
+    for module in model.modules():
+        if kind_of(module) is not type(module) and not any(places(module)):
+            module.__class__ = kind_of(module)
+    return True
 
 
-def _own_slots(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the places of the parameters that FSDP gathers for this module: not those of such modules inside of it."""
-    for key, p in module._parameters.items():
-        if p is not None:
-            yield module, key, p
-    for child in module.children():
-        if not _is_fsdp(child):
-            yield from _own_slots(child)
+def refresh(model: nn.Module) -> None:
+    """Give parameters that were gathered for good the values that the user's network has now. All ranks must."""
+    for p in model.parameters():
+        if (stand_in := getattr(p, SETTLED, None)) is not None:
+            p.data.copy_(whole(stand_in))
+
+
+def _are_few(model: nn.Module, tensors: list[nn.Parameter]) -> bool:
+    """Whether some parameters, gathered, are no more than what a rank holds of the network anyway."""
+    pieces = _of_copies[model]
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(p.numel() * p.element_size() for p in tensors) * pieces[0].device_mesh.size() <= size
 
 
 @cache
@@ -166,48 +113,10 @@ def _gathering_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class whose forward pass has its parameters gathered."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _there(self.__dict__[_SLOTS]):
+        with present(self):
             return kind.forward(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-@contextmanager
-def _there(slots: list[tuple[nn.Module, str, Piece]]) -> Iterator[None]:
-    """Put gathered parameters into their places for a while. Autograd keeps their names, not their values."""
-    standins = [(module, key, module._parameters[key]) for module, key, _ in slots]
-    gathered: dict[Piece, nn.Parameter] = {}
-    try:
-        for module, key, piece in slots:
-            if piece not in gathered:
-                gathered[piece] = nn.Parameter(piece.gather(), requires_grad=False)
-            module._parameters[key] = gathered[piece]
-        if not torch.is_grad_enabled():
-            yield
-            return
-        with torch.autograd.graph.saved_tensors_hooks(*_by_name(gathered)):
-            yield
-    finally:
-        for module, key, standin in standins:
-            module._parameters[key] = standin
-
-
-def _by_name(gathered: dict[Piece, nn.Parameter]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return what autograd does to keep a tensor, and to get it back: gathered parameters are kept by their names."""
-    memory = {p.untyped_storage().data_ptr(): piece for piece, p in gathered.items()}
-    ranks = ranks_together()  # autograd may come back on another thread
-
-    def keep(t: Tensor) -> Any:
-        piece = memory.get(t.untyped_storage().data_ptr()) if t.layout is torch.strided else None
-        return t if piece is None else (piece, t.size(), t.stride(), t.storage_offset())
-
-    def get(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        piece, *place = kept
-        return piece.gather(ranks).as_strided(*place)
-
-    return keep, get
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, _PLAIN: kind})
 
 
 def _is_spread(t: Tensor) -> bool:
@@ -240,6 +149,8 @@ def _plain(module: nn.Module, copies: Copies) -> nn.Module:
         if key.endswith("_hooks") and isinstance(item, OrderedDict):
             own = OrderedDict((number, hook) for number, hook in item.items() if not _is_of_fsdp(hook))
         clone.__dict__[key] = copies.own(own) if key == "_parameters" else copies.of(own)
+    if _is_fsdp(module):
+        clone.__dict__[UNIT] = True
     return clone
 
 

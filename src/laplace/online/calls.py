@@ -177,8 +177,8 @@ def marglik_training(
         )
     if la.runner.wrapped == "fully_shard":
         raise UnsupportedError(
-            "marglik_training changes the weights, and a network of fully_shard is read in pieces that would be those "
-            "of before. Train it in DistributedDataParallel; or train it first, and write Laplace(model, ...).fit(...)."
+            "marglik_training moves whole weights on every rank, and a network of fully_shard is in pieces. Train it "
+            "in DistributedDataParallel; or with FSDP first, and write Laplace(model, ...).fit(loader, group=...)."
         )
     reduce = reduce_over(group, la.runner.spread, train_loader)
     if group is OWN:

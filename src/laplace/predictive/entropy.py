@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.linalg.sampling import Draws
-from laplace.predictive.links import softmax
+from laplace.linalg.softmax import softmax
 from laplace.predictive.mixtures import Outputs
 
 _LEAST = 2**-53 - 1  # of r, whose logarithm is finite

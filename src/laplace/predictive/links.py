@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laplace.linalg.sampling import Draws
-from laplace.linalg.tracing import is_traced
+from laplace.linalg.softmax import softmax
 from laplace.predictive.one_vs_rest import one_vs_rest
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.queries import Contrasts, Products, Query, Variances
@@ -67,16 +67,9 @@ def _of_contrasts(mean: Callable[[Tensor, Tensor], Tensor], outputs: OutputGauss
     return mean(outputs.mean, outputs.contrast_variance)
 
 
-def softmax(f: Tensor) -> Tensor:
-    """Return the class probabilities. Draws, (S, N, C), may lie side by side in memory: then softmax adds vectors."""
-    if f.dim() == 3 and not is_traced() and f.stride(0) == 1:
-        return f.movedim(0, 2).softmax(1).movedim(2, 0)
-    return f.softmax(-1)
-
-
 def probit(f: Tensor, variance: Tensor) -> Tensor:  # (N, C), (N, C) -> (N, C)
     """Return softmax of f_c / sqrt(1 + pi/8 S_cc)."""
-    return shrunk(f, variance).softmax(-1)
+    return softmax(shrunk(f, variance))
 
 
 def bridge_concentration(f: Tensor, variance: Tensor) -> Tensor:
@@ -94,7 +87,7 @@ def bridge_norm_concentration(f: Tensor, variance: Tensor) -> Tensor:
 
 def bridge(f: Tensor, variance: Tensor) -> Tensor:
     """Return the mean of the bridge's Dirichlet."""
-    return _log_bridge(f, variance).softmax(-1)
+    return softmax(_log_bridge(f, variance))
 
 
 def bridge_norm(f: Tensor, variance: Tensor) -> Tensor:
@@ -145,7 +138,7 @@ def onto_simplex(p: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class MonteCarlo:
-    """The mean of the inverse link over draws of f.
+    """Averages the inverse link over draws of f.
 
     Attributes:
         inverse_link: Maps outputs to what they stand for.

@@ -56,16 +56,16 @@ _NODES: Final = (  # of the normal distribution, for polynomials up to degree 13
     (2.366759410734541, 0.0307571239675865),
     (3.750439717725742, 0.000548268855972218),
 )
-_NARROW, _WIDE = 1.0, 2.0  # below the first u the nodes are used alone, above the second the mixture
-_POINTS = 22  # at which the integral over y is evaluated
-_LEFT, _LEFT_VARIANCE = 4.1, 0.4  # the integral starts at the largest of m - 4.1 sqrt(u + 0.4)
+NARROW, WIDE = 1.0, 2.0  # below the first u the nodes are used alone, above the second the mixture
+POINTS = 22  # at which the integral over y is evaluated
+LEFT, LEFT_VARIANCE = 4.1, 0.4  # the integral starts at the largest of m - 4.1 sqrt(u + 0.4)
 _RIGHT = 5e-5  # and ends where the largest of all lies above it with about this probability
 _FLANK, _POWER = 8.0, 4  # how the distances between points begin, in units of sqrt(u + 0.4), and how they grow
 _FAR = 2.0  # how far below the integral's range a class with m + 2 u lies, if two terms are to do
 _FEWEST = 4  # near classes of a group of rows, at least
 _SMALL = 16  # classes up to which rows are not grouped: calling the operations would cost more than it saves
-_OUTER = 9.0  # in units of 1 / sqrt(2 u): beyond it, exp(-z^2) is 0 for every purpose, and slow to compute with
-_HIGH = 50.0  # a = m - y, above which F is 0, and e^a still finite in float32
+OUTER = 9.0  # in units of 1 / sqrt(2 u): beyond it, exp(-z^2) is 0 for every purpose, and slow to compute with
+HIGH = 50.0  # a = m - y, above which F is 0, and e^a still finite in float32
 _FEW = 64  # outputs of a call that are integrated as they are: to group them would cost more than it saves
 _CHUNK = 2**19  # numbers at a time: few enough to stay in a processor's cache
 
@@ -84,7 +84,7 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
     if is_traced() or f.numel() <= _FEW:
         return _integrated(f, u)[0]
     if f.shape[1] <= _SMALL:
-        step = max(1, _CHUNK // (_POINTS * len(_WEIGHTS) * f.shape[1]))
+        step = max(1, _CHUNK // (POINTS * len(_WEIGHTS) * f.shape[1]))
         parts = zip(f.split(step), u.split(step), strict=True)
         return torch.cat([_integrated(*part)[0] for part in parts])
     with torch.no_grad():
@@ -97,7 +97,7 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
     order: list[Tensor] = []
     for i, size in enumerate(sizes):
         rows = (group == i).nonzero().flatten()
-        for some in rows.split(max(1, _CHUNK // (_POINTS * len(_WEIGHTS) * size))) if len(rows) else ():
+        for some in rows.split(max(1, _CHUNK // (POINTS * len(_WEIGHTS) * size))) if len(rows) else ():
             order.append(some)
             found.append(_near_and_far(f[some], u[some], edge[some], reach[some], size))
     return torch.cat(found)[torch.cat(order).argsort()] if found else torch.zeros_like(f)
@@ -105,7 +105,7 @@ def softmax_of_independent(f: Tensor, u: Tensor) -> Tensor:  # (N, C), (N, C) ->
 
 @dataclass(frozen=True)
 class _Constants:
-    """The numbers above as tensors. Six normals and seven nodes have a first dimension of their own."""
+    """Holds the numbers above as tensors. Six normals and seven nodes have a first dimension of their own."""
 
     further: Tensor  # (3, 1, 1)
     times: Tensor  # (3, 1, 1)
@@ -122,12 +122,12 @@ def _constants(classes: int, dtype: torch.dtype, device: torch.device) -> _Const
     def tensor(numbers: Iterable[float], *shape: int) -> Tensor:
         return torch.tensor(list(numbers), dtype=dtype, device=device).reshape(-1, *shape)
 
-    ends = _ends(classes)
+    ends = end_exponent(classes)
     nodes = [(sign * x, weight) for x, weight in _NODES for sign in ((1, -1) if x else (1,))]
     return _Constants(
-        further=tensor((_LEFT_VARIANCE, _LEFT_VARIANCE, ends / 2), 1, 1),
-        times=tensor((-_LEFT, 1 - _LEFT, math.sqrt(2 * ends)), 1, 1),
-        grid=tensor((x for row in _grid() for x in row), 2 * _POINTS),
+        further=tensor((LEFT_VARIANCE, LEFT_VARIANCE, ends / 2), 1, 1),
+        times=tensor((-LEFT, 1 - LEFT, math.sqrt(2 * ends)), 1, 1),
+        grid=tensor((x for row in _grid() for x in row), 2 * POINTS),
         means=tensor(_MEANS, 1, 1, 1),
         variances=tensor((2 * v for v in _VARIANCES), 1, 1, 1),
         below=tensor((w / 2 for w in _WEIGHTS), len(_WEIGHTS)),
@@ -138,12 +138,13 @@ def _constants(classes: int, dtype: torch.dtype, device: torch.device) -> _Const
 
 
 @cache
-def _kept_constants(classes: int, dtype: torch.dtype, device: torch.device) -> _Constants:
+def constants_for(classes: int, dtype: torch.dtype, device: torch.device) -> _Constants:
+    """Return the constants of so many classes, made once."""
     with torch.inference_mode(False):  # they may be used with gradients later
         return _constants(classes, dtype, device)
 
 
-def _ends(classes: int) -> float:
+def end_exponent(classes: int) -> float:
     """Return -log of the probability with which each class may lie above the end of the integral."""
     return math.log(classes / _RIGHT)
 
@@ -154,10 +155,10 @@ def _grid() -> list[list[float]]:
     y = low + b t + (high - low - b) t^4 with b = 8 (next - low). Of classes with very different variances, a narrow one
     bounds the largest of all from below, and wide ones reach far above it: the integrand is widest on its right.
     """
-    t = [i / (_POINTS - 1) for i in range(_POINTS)]
+    t = [i / (POINTS - 1) for i in range(POINTS)]
     first = [x - x**_POWER for x in t] + [1 - _POWER * x ** (_POWER - 1) for x in t]
     last = [x**_POWER for x in t] + [_POWER * x ** (_POWER - 1) for x in t]
-    low = [float(i < _POINTS) - one - _FLANK * b for i, (one, b) in enumerate(zip(last, first, strict=True))]
+    low = [float(i < POINTS) - one - _FLANK * b for i, (one, b) in enumerate(zip(last, first, strict=True))]
     return [low, [_FLANK * b for b in first], last]
 
 
@@ -190,7 +191,7 @@ def _integrated(
     `far` has a lower bound of y and the sums of x and x^2 (e^u - 1) of further classes there. Besides the
     probabilities of these classes, return what x and x^2 (e^u - 1) of a further one are multiplied by for its own.
     """
-    known = (_constants if is_traced() else _kept_constants)(f.shape[1], f.dtype, f.device)
+    known = (_constants if is_traced() else constants_for)(f.shape[1], f.dtype, f.device)
     with torch.no_grad():
         y, speed = _points(f, u, far, known)  # (n, Y)
     below, density = _distribution(f.unsqueeze(1) - y.unsqueeze(2), u.unsqueeze(1), known)  # (n, Y, C)
@@ -221,7 +222,7 @@ def _points(
         low, inner, high = bounds.split(1)
         reach = far[0] + _log(far[1]) + math.log(1 / _RIGHT)
         bounds = torch.cat([low, inner, torch.maximum(high, reach.T)])
-    y, speed = (bounds.T @ known.grid).split(_POINTS, 1)
+    y, speed = (bounds.T @ known.grid).split(POINTS, 1)
     return y, speed
 
 
@@ -229,28 +230,31 @@ def _distribution(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tens
     """Return F and F' at a = m - y, from whichever of the two forms is accurate at u, or from both."""
     if not is_traced() and len(u):
         least, most = (end.item() for end in u.detach().aminmax())
-        if least >= _WIDE:
+        if least >= WIDE:
             return _by_mixture(a, u, known)
-        if most <= _NARROW:
+        if most <= NARROW:
             return _by_nodes(a, u, known)
-    share = ((u - _NARROW) / (_WIDE - _NARROW)).clamp(0, 1)
+    share = ((u - NARROW) / (WIDE - NARROW)).clamp(0, 1)
     (below, density), (narrow_below, narrow_density) = _by_mixture(a, u, known), _by_nodes(a, u, known)
+    if is_traced():  # recorded, one `lerp` becomes seven operations
+        rest = 1 - share
+        return rest * narrow_below + share * below, rest * narrow_density + share * density
     return torch.lerp(narrow_below, below, share), torch.lerp(narrow_density, density, share)
 
 
 def _by_mixture(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:
     scale = torch.add(known.variances, u, alpha=2).rsqrt()  # (6, n, 1, C)
-    z = ((a - known.means) * scale).clamp(-_OUTER, _OUTER)
+    z = ((a - known.means) * scale).clamp(-OUTER, OUTER)
     below = _summed(known.below, torch.erfc(z))
     density = _summed(known.density, (z * -z).exp() * scale)
     # Jensen's bound, e^(a + u/2) exp(-e^(a + 3u/2)): sharp far below y, where the mixture's tail falls too fast
-    bound = torch.add(a, u, alpha=0.5) - torch.add(a, u, alpha=1.5).clamp(max=_HIGH).exp()
+    bound = torch.add(a, u, alpha=0.5) - torch.add(a, u, alpha=1.5).clamp(max=HIGH).exp()
     return below, torch.maximum(density, bound.exp())
 
 
 def _by_nodes(a: Tensor, u: Tensor, known: _Constants) -> tuple[Tensor, Tensor]:
-    spread = u.clamp(torch.finfo(u.dtype).tiny, _WIDE).sqrt()  # whose derivative is finite at u = 0
-    x = (a.clamp(max=_HIGH) + spread * known.nodes).exp()  # (7, n, Y, C)
+    spread = u.clamp(torch.finfo(u.dtype).tiny, WIDE).sqrt()  # whose derivative is finite at u = 0
+    x = (a.clamp(max=HIGH) + spread * known.nodes).exp()  # (7, n, Y, C)
     each = (-x).exp()
     return _summed(known.node_weights, each), _summed(known.node_weights, each * x)
 
@@ -261,7 +265,7 @@ def _summed(weights: Tensor, terms: Tensor) -> Tensor:  # (1, k), (k, n, Y, C) -
 
 def _lowest(f: Tensor, u: Tensor) -> Tensor:  # (n, C), (n, C) -> (n, 1)
     """Return a bound below which the largest of all does not lie: that of the best class alone."""
-    return torch.sub(f, (u + _LEFT_VARIANCE).sqrt(), alpha=_LEFT).amax(1, keepdim=True)
+    return torch.sub(f, (u + LEFT_VARIANCE).sqrt(), alpha=LEFT).amax(1, keepdim=True)
 
 
 def _log(x: Tensor) -> Tensor:

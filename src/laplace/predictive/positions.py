@@ -29,7 +29,7 @@ def class_dim_of(value: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Positions:
-    """The shape of a batch of outputs."""
+    """Describes the shape of a batch of outputs."""
 
     n: int  # examples
     shape: tuple[int, ...]  # of an example's positions: () for (N, C), (T,), (H, W)

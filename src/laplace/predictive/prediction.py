@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,12 +14,34 @@ from torch.distributions import Dirichlet, Distribution
 from laplace.checks import how_many, shown
 from laplace.errors import InputError, OptionError
 from laplace.linalg.sampling import Draws
+from laplace.linalg.softmax import softmax
 from laplace.predictive.distributions import concatenate, map_parameters
-from laplace.predictive.links import softmax
 from laplace.predictive.mixtures import OutputMixture, Outputs, joined
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.summaries import Summaries, kind_of, label_of, rows_at
 from laplace.predictive.tables import table_of
+
+T = TypeVar("T")
+
+
+class Later(Generic[T]):
+    """A value that is made when it is first asked for. Copies and pickles hold the value, not what makes it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make: Callable[[], T] | None = make
+        self._made: tuple[T] | None = None
+
+    def __call__(self) -> T:
+        """Return the value."""
+        made, make = self._made, self._make
+        if made is None:
+            assert make is not None
+            made = self._made = (make(),)
+            self._make = None  # another thread that asks now has read both before, and makes it again
+        return made[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_made": (self(),), "_make": None}
 
 
 class Prediction(Summaries):
@@ -29,14 +51,14 @@ class Prediction(Summaries):
     `np.asarray(prediction)` is the mean.
 
     Attributes:
-        distribution: A `torch.distributions` object that includes the observation noise.
         mean: E[y] for regression and counts, (N, C); the probabilities of classes or labels, (N, C).
-        outputs: The distribution of the outputs f, an `OutputGaussian`, `OutputSamples` or `OutputMixture`.
         inverse_link: Maps outputs f to what they stand for.
         quantiles: Maps `outputs` and quantiles of a standard normal to quantiles of `inverse_link(f)`; returns None, or
             is None, if there is no closed form.
 
     Args:
+        distribution: A `torch.distributions` object, or what makes it when it is first read.
+        outputs: The distribution of the outputs f, or what makes it when it is first read.
         epistemic: The uncertainty that more data could remove. None if `parts` computes it.
         aleatoric: The rest. None if `parts` computes it.
         parts: Computes both when one of them is first read.
@@ -44,18 +66,34 @@ class Prediction(Summaries):
 
     def __init__(
         self,
-        distribution: Distribution,
+        distribution: Distribution | Callable[[], Distribution],
         mean: Tensor,
         epistemic: Tensor | None,
         aleatoric: Tensor | None,
-        outputs: Outputs,
+        outputs: Outputs | Callable[[], Outputs],
         inverse_link: Callable[[Tensor], Tensor] = softmax,
         quantiles: Callable[[OutputGaussian, Tensor], Tensor | None] | None = None,
         parts: Callable[[], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.distribution, self.mean, self.outputs = distribution, mean, outputs
+        self._distribution, self.mean, self._outputs = distribution, mean, outputs
         self.inverse_link, self.quantiles = inverse_link, quantiles
         self._epistemic, self._aleatoric, self._parts = epistemic, aleatoric, parts
+
+    @property
+    def distribution(self) -> Distribution:
+        """Return a `torch.distributions` object that includes the observation noise."""
+        made = self._distribution
+        if not isinstance(made, Distribution):
+            made = self._distribution = made()
+        return made
+
+    @property
+    def outputs(self) -> Outputs:
+        """Return the distribution of the outputs f, an `OutputGaussian`, `OutputSamples` or `OutputMixture`."""
+        made = self._outputs
+        if not isinstance(made, (OutputGaussian, OutputSamples, OutputMixture)):
+            made = self._outputs = made()
+        return made
 
     @property
     def epistemic(self) -> Tensor:

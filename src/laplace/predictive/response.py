@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from laplace.linalg.sampling import Draws
 from laplace.predictive.links import Link
 from laplace.predictive.mixtures import Outputs as Outputs
 from laplace.predictive.outputs import OutputGaussian, require_finite
-from laplace.predictive.prediction import Prediction
+from laplace.predictive.prediction import Later, Prediction
 
 
 class Response(ABC):
@@ -107,6 +107,23 @@ class Response(ABC):
         if self.drawn_uncertainty and draws.generator is None and not torch.is_grad_enabled():
             return Prediction(distribution, mean, None, None, *shown, partial(self._later, *given))
         return Prediction(distribution, mean, *self._parts(*given), *shown)
+
+    def prediction_later(
+        self, outputs: Callable[[], Outputs], p: Tensor, sigma: Tensor, link: str, draws: Draws
+    ) -> Prediction:
+        """Return the full `Prediction` for a mean that is known and finite; all else is computed when it is read."""
+        made, parts = partial(self._made, outputs, p, sigma, link), partial(self._parts_of, outputs, p, sigma, draws)
+        return Prediction(Later(made), p, None, None, outputs, self.inverse_link, self.quantiles, Later(parts))
+
+    @plainly
+    @torch.no_grad()
+    def _made(self, outputs: Callable[[], Outputs], p: Tensor, sigma: Tensor, link: str) -> Distribution:
+        return self.distribution(outputs(), p, sigma, link)
+
+    def _parts_of(
+        self, outputs: Callable[[], Outputs], p: Tensor, sigma: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor]:
+        return self._later(outputs(), p, sigma, draws)
 
     @plainly
     @torch.no_grad()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Summaries(ABC):
-    """The members that a prediction and one at positions have in common."""
+    """Summarises a prediction: the members that one with and one without positions have in common."""
 
     @property
     def total(self) -> Tensor:

@@ -6,7 +6,7 @@ The prior from earlier tasks, `posterior/task_prior.py`, adds a curvature to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -137,18 +137,32 @@ class GaussianPrior(Prior):
 
     def scatter(self, theta: Tensor, layout: Layout) -> Tensor:  # theta: (P,)
         """Return (theta - mu0)^T diag(delta) (theta - mu0)."""
-        offset = (theta - self.mean.to(theta)).double().square()
-        pairs = zip(layout.split(offset), self.blocks(layout, theta), strict=True)
+        pairs = zip(self._squares(theta, layout), self.blocks(layout, theta), strict=True)
         return torch.stack([(q * d.double()).sum() for q, d in pairs]).sum()
 
     def distances(self, theta: Tensor, layout: Layout, groups: str) -> Tensor:  # (G,)
         """Return |theta_g - mu_g|^2 for each group of weights. Groups are those of `Gaussian.traces`."""
-        return in_groups((theta - self.mean.to(theta)).double().square(), layout, groups)
+        squares = self._squares(theta, layout)
+        return torch.cat([*squares]) if groups == "diag" else _grouped([q.sum() for q in squares], groups)
+
+    def _squares(self, theta: Tensor, layout: Layout) -> Iterator[Tensor]:
+        """Yield (theta - mu0)^2 in float64, tensor by tensor: of all weights, it would be twice their memory."""
+        means = self.mean.to(theta).reshape(-1).expand(layout.n_params)
+        for own, mean in zip(layout.split(theta), layout.split(means), strict=True):
+            yield (own - mean).double().square()
 
     def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
         """Return the traces of the prior's own covariance, as `Gaussian.traces` does."""
-        variances = self.diagonal(layout, like).double().reciprocal()
-        return in_groups(variances, layout, groups), in_groups(variances.square(), layout, groups)
+        if groups == "diag":
+            variances = self.diagonal(layout, like).double().reciprocal()
+            return variances, variances.square()
+        each = [d.double().reciprocal() for d in self.blocks(layout, like)]
+        shares = [
+            size / v.numel() for v, size in zip(each, layout.sizes, strict=True)
+        ]  # one precision for many weights
+        first = [v.sum() * share for v, share in zip(each, shares, strict=True)]
+        second = [v.square().sum() * share for v, share in zip(each, shares, strict=True)]
+        return _grouped(first, groups), _grouped(second, groups)
 
     def state(self, layout: Layout) -> dict[str, Any]:
         return super().state(layout) | {"mean": self.mean.detach().clone()}
@@ -157,11 +171,10 @@ class GaussianPrior(Prior):
         return f"GaussianPrior(precision={shown_values(self.precision)}, mean={shown_values(self.mean)})"
 
 
-def in_groups(values: Tensor, layout: Layout, groups: str) -> Tensor:  # (P,) -> (G,)
-    """Sum over groups: 'scalar' (all weights), 'layerwise' (one per tensor) or 'diag' (one per weight)."""
-    if groups == "diag":
-        return values
-    return torch.stack([part.sum() for part in (layout.split(values) if groups == "layerwise" else [values])])
+def _grouped(of_tensors: list[Tensor], groups: str) -> Tensor:  # (G,)
+    """Return the sums over the weights of each tensor ('layerwise'), or their sum ('scalar')."""
+    each = torch.stack(of_tensors)
+    return each if groups == "layerwise" else each.sum().reshape(1)
 
 
 def own(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from laplace.checks import LARGEST, choice, shown, whole_number
 from laplace.errors import ModelError, OptionError, UnsupportedError
 from laplace.inference.predict import predict
 from laplace.linalg.autocast import plainly
+from laplace.linalg.tracing import is_plain
 from laplace.network.batches import Keys, logits
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
@@ -22,6 +23,7 @@ from laplace.predictive.reshape import PredictionAtPositions
 from laplace.serving.network import with_features
 from laplace.serving.onnx import write_onnx
 from laplace.serving.predictive import OUTPUTS, Predictive
+from laplace.serving.row import ServedRow
 from laplace.spec import refuse_unknown_keywords
 from laplace.weights import FoundLastLayer
 
@@ -29,7 +31,7 @@ _TOLERANCE = 1e-3  # of the comparison with an example, relative to the largest 
 
 
 class PredictiveModule(nn.Module):
-    """The predictive of a last layer as a module of its own: what `la.module()` returns.
+    """Predicts with a last layer's posterior: the plain module that `la.module()` returns.
 
     It is called as the network is: `module(x)`, `module(x1, x2)`, `module(input_ids=..., attention_mask=...)`, or with
     one mapping of inputs, and returns a dict of tensors, or one tensor if one was asked for. It holds a copy of the
@@ -64,6 +66,9 @@ class PredictiveModule(nn.Module):
         layer = self._layer()
         self._dim = -1 if isinstance(layer, nn.Linear) else 1
         self._width = layer.weight.shape[1]
+        self._row_shape = torch.Size((1, self._width))
+        self._row: ServedRow | None = None
+        self._one_row = self._dim == -1 and not flat and predictive.row() is not None
         self.eval()
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
@@ -72,6 +77,10 @@ class PredictiveModule(nn.Module):
         plain = isinstance(x, Tensor) and not further and not named
         out = self._modules["network"](x) if plain else self._called(x, further, named)  # type: ignore[misc]
         phi = out if isinstance(out, Tensor) else logits(out)
+        if self._one_row and is_plain(phi) and phi.shape == self._row_shape:
+            found = self._at_row(phi)
+            if found is not None:
+                return found[self.outputs[0]] if self._alone else found
         phi = phi if self._dim == -1 else phi.movedim(1, -1)
         if phi.shape[-1] != self._width and not torch.jit.is_tracing():  # the tracer makes tensors of sizes
             raise ModelError(
@@ -128,6 +137,17 @@ class PredictiveModule(nn.Module):
             return predictive.forward(f, phi)
         with torch.autocast(phi.device.type, enabled=False):  # it would round the posterior
             return predictive.forward(f, phi)
+
+    def _at_row(self, phi: Tensor) -> dict[str, Tensor] | None:  # (1, H)
+        """Return the prediction at one input in NumPy. None if something is not finite, or buffers cannot be read."""
+        row = self._row
+        if row is None or not row.is_current():
+            predictive: Any = self._modules["predictive"]
+            row = self._row = ServedRow.of(predictive, self._layer())
+        return None if row is None else row(phi)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_row": None}  # which belongs to the tensors of this module
 
     def _called(self, x: Any, further: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if x is None and not further:

@@ -15,11 +15,12 @@ from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf, Refl
 from laplace.budget import Budget
 from laplace.errors import OptionError, warn
 from laplace.linalg.kronecker import Kronecker
+from laplace.linalg.low_rank_eigh import low_rank_eigh
 from laplace.linalg.sketch import nystroem, reflections
-from laplace.linalg.symmetric import TOLERATED, Clipped, may_be_rounded, total
+from laplace.linalg.symmetric import TOLERATED, Clipped, clip, may_be_rounded, total
 from laplace.structures.base import Contribution, Structure, Sums
 from laplace.structures.block import Block, BlockGaussian
-from laplace.structures.dealing import Solved, decomposed
+from laplace.structures.dealing import Solved, dealing, decomposed
 from laplace.structures.gaussian import Curvature, Gaussian, Traces, require_pairs
 from laplace.weights.layout import Layout
 
@@ -258,16 +259,30 @@ class Eigh:
     def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
         if (known := self.known(matrix)) is not None:
             return known
-        values, vectors, clipped = self._decomposed(matrix)
-        self.clipped += clipped
-        result = values, Basis(vectors)
+        result = self._of_low_rank(matrix)
+        if result is None:
+            values, vectors, clipped = self._decomposed(matrix)
+            self.clipped += clipped
+            result = values, Basis(vectors)
         self.seen.append((matrix, result))
         return result
 
+    def _of_low_rank(self, matrix: Tensor) -> tuple[Tensor, Basis] | None:
+        """Return the decomposition of a single matrix of low rank, with a basis in few numbers."""
+        found = None if self.ties or len(matrix) > 1 or dealing() else low_rank_eigh(matrix[0])
+        if found is None:
+            return None
+        values, clipped = clip(found[0], torch.float64)
+        self.clipped += clipped
+        v, t = (part.to(self.dtype).unsqueeze(0) for part in found[1:])
+        return values.to(self.dtype).unsqueeze(0), ReflectedBasis(v, t)
+
     def known(self, matrix: Tensor) -> tuple[Tensor, Basis] | None:
         """Return the decomposition of an equal matrix, if there was one."""
-        equal = (result for other, result in self.seen if other.shape == matrix.shape and torch.equal(other, matrix))
-        return next(equal, None)
+        for other, result in self.seen:
+            if other.shape == matrix.shape and (other.data_ptr() == matrix.data_ptr() or torch.equal(other, matrix)):
+                return result
+        return None
 
     @cached_property
     def in_float32(self) -> RoundedEigh:

@@ -71,6 +71,9 @@ class KronBlock(EigenbasisBlock):
         self.inputs_left = any(key.startswith("A_left") for key in sums)
         self.alpha, inputs = _mean_decomposed(sums, "A_left" if self.inputs_left else "A", eigh)
         self.beta, outputs = _decomposed(sums, "b" if "b" in sums else "B", eigh)
+        home = sums["count"].device  # the network's: the factors may be kept on another
+        self.alpha, self.beta = self.alpha.to(home), self.beta.to(home)
+        inputs, outputs = (None if basis is None else basis.on(home) for basis in (inputs, outputs))
         self.left, self.right = (inputs, outputs) if self.inputs_left else (outputs, inputs)
         self.like = self.beta
         self.damping = damping if len(shape) > 1 else False
@@ -240,7 +243,7 @@ class WhitenedGaussian(KronGaussian):
 
 def _mean_decomposed(sums: Sums, key: str, eigh: Eigh) -> tuple[Tensor, Basis | None]:  # (Gr, D), Q
     """Return the eigenvalues of the mean A of a a^T and their basis, from sums over all positions."""
-    count = sums["count"]
+    count = sums["count"].to(next(v.device for k, v in sums.items() if k[0] == "A"))
     if key in sums and sums[key].dim() == 3 and may_be_rounded(sums[key], eigh.dtype):  # wide: eigh keeps no copy
         values, basis = eigh(sums[key])
         return values / count.to(values), basis

@@ -128,7 +128,7 @@ def most_on_one_rank(structure: BlockDiagonal, moments: Moments, layout: Layout,
 
 @dataclass(frozen=True)
 class SomeMoments:
-    """The moments of some tensors, as a block-diagonal structure reads them."""
+    """Holds the moments of some tensors, as a block-diagonal structure reads them."""
 
     parameters: Sequence[MomentsOf]
 
@@ -140,7 +140,7 @@ class SomeMoments:
 
 @dataclass(frozen=True)
 class _SomeJacobian:
-    """The Jacobian of some tensors, as a block-diagonal Gaussian reads it."""
+    """Holds the Jacobian of some tensors, as a block-diagonal Gaussian reads it."""
 
     parameters: Sequence[JacobianOf]
 
@@ -290,7 +290,7 @@ def _into_blocks(scale: Tensor, precision: Sequence[Any], ranks: Ranks) -> tuple
 
 
 class _Into(torch.autograd.Function):
-    """The identity; backwards, the sum over ranks."""
+    """Passes values on; sums their gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
@@ -304,7 +304,7 @@ class _Into(torch.autograd.Function):
 
 
 class _Out(torch.autograd.Function):
-    """The sum over ranks; backwards, the identity."""
+    """Sums values over ranks; passes their gradients on."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, gaussian: SpreadGaussian) -> Tensor:

@@ -1,6 +1,7 @@
-"""Tune prior precision, noise and temperatures by evidence, leave-one-out or validation; add units for variance."""
+"""Tune prior precision, noise and temperatures by evidence, leave-one-out or validation; regress on features."""
 
 from laplace.tuning.calibrated import Calibrated, Calibration, Gain
+from laplace.tuning.features import LastLayerRegression, regress_on_features
 from laplace.tuning.lula import with_uncertainty_units
 from laplace.tuning.methods import Method, register_method
 from laplace.tuning.problem import Problem
@@ -11,10 +12,12 @@ __all__ = [
     "Calibrated",
     "Calibration",
     "Gain",
+    "LastLayerRegression",
     "Method",
     "Point",
     "Problem",
     "Tuned",
     "register_method",
+    "regress_on_features",
     "with_uncertainty_units",
 ]

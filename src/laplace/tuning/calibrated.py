@@ -78,7 +78,7 @@ class Calibration:
 
 @dataclass(frozen=True, repr=False)
 class Calibrated:
-    """What `la.calibrate` compared and what it set. Prints as a table.
+    """Tells what `la.calibrate` compared and what it set. Prints as a table.
 
     Attributes:
         n_data: How many validation examples there were.

@@ -24,6 +24,7 @@ from laplace.network.loaders import dataloader_of
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning import loo
+from laplace.tuning.interpolated import Interpolated
 from laplace.tuning.loo import LeaveOneOut, sample_size
 from laplace.tuning.result import KINDS, Point, Tuned
 from laplace.tuning.scores import How, Tally
@@ -222,7 +223,8 @@ def search_of(
             f"la.tune({own[0]!r}, method='evidence')."
         )
     space = problem.space
-    return Search(space, scorer.scores, problem.start, [grids[kind] for kind in space.kinds], widen)
+    guesses = Interpolated.of(scorer, space) if isinstance(scorer, Validation) else None
+    return Search(space, scorer.scores, problem.start, [grids[kind] for kind in space.kinds], widen, guesses)
 
 
 def _expected_posteriors(kinds: int, coordinates: int) -> int:

@@ -5,6 +5,9 @@ all kinds together, with one precision for all tensors. From each of its best lo
 coordinates (`descent.py`). Then it scores every coordinate over its whole grid, alone and together with its kind, and
 descends again from anything better, until nothing is. A whole grid, or a step of all descents, is one round, which
 reads the data once.
+
+Where scores can be guessed from a few posteriors (`interpolated.py`), all of this happens among guesses. Only the
+posteriors behind the guesses, and what the guesses say is best, are scored.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from laplace.checks import whole_number
 from laplace.errors import BoundaryWarning, NumericalError, OptionError, warn
 from laplace.posterior.posterior import Posterior
 from laplace.tuning.descent import Descent
+from laplace.tuning.interpolated import Interpolated
 from laplace.tuning.result import Point, Tuned
 from laplace.tuning.space import Space
 
@@ -31,6 +35,10 @@ _LEAST_GAIN = 1e-5  # of an iteration or a sweep, relative to a score of 1 or mo
 _HOPEFUL = 0.1  # the share of its distance to the best that a descent must gain per iteration
 _AS_GOOD = 1e-3  # relative to a score of 1 or more: such optima count as equally good
 _BETWEEN = 7  # points scored between two optima
+_DIAGONAL = 41  # posteriors that are scored before any guess
+_GUESSES = 5  # the most searches among guesses
+_RESTARTS = 10  # the most descents from one best guess to the next
+_GUESS_ERROR = 1e-6  # of a guess at the best point, relative to a score of 1 or more
 _ROUNDING = 1e-10
 _LARGEST = 700  # exp of this still fits into float64
 LARGEST_GRID = 100_000  # values; each needs a posterior
@@ -55,6 +63,8 @@ def log_grid(low: float, high: float, size: int, base: float) -> Tensor:  # (siz
 class Search:
     """Scores points of a space and keeps the best."""
 
+    least_gain = _LEAST_GAIN
+
     def __init__(
         self,
         space: Space,
@@ -62,12 +72,14 @@ class Search:
         start: Tensor,  # (K,)
         grids: Sequence[Tensor],  # a grid of logarithms for each coordinate
         widen: Callable[[str, str], str],  # (kind, 'lower' or 'upper') -> the option that widens the grid
+        interpolated: Interpolated | None = None,  # guesses scores, where that can be done
     ) -> None:
-        self.space, self.scores, self.x, self.widen = space, scores, start, widen
+        self.space, self.scores, self.x, self.widen, self.interpolated = space, scores, start, widen, interpolated
         self.grids = [grid.to(start) for grid in grids]
         self.low, self.high = (torch.stack([grid[end] for grid in self.grids]) for end in (0, -1))
         self.value, self.rounds, self.unfinished, self.closed_in = math.inf, 0, False, False
         self.rival: Point | None = None  # another optimum that is equally good
+        self.other: Tensor | None = None  # and where it is, (K,)
         self.seen: list[tuple[Tensor, float]] = []
         self._known: dict[tuple[float, ...], float] = {}
 
@@ -87,7 +99,7 @@ class Search:
         keys = [tuple(x.tolist()) for x in candidates]
         new = {key: x for key, x in zip(keys, candidates, strict=True) if key not in self._known}
         if new:
-            values = self.scores([self.space.at(x) for x in new.values()])
+            values = self._scored([*new.values()])
             self.rounds += 1
             self._require_finite([*new.values()], values)
             self._known.update(zip(new, values.tolist(), strict=True))
@@ -97,6 +109,9 @@ class Search:
         if scores[best] < self.value - _ROUNDING * abs(scores[best]) * math.isfinite(self.value):
             self.x, self.value = candidates[best], scores[best]
         return scores
+
+    def _scored(self, points: Sequence[Tensor]) -> Tensor:  # (G,)
+        return self.scores([self.space.at(x) for x in points])
 
     def _require_finite(self, candidates: Sequence[Tensor], values: Tensor) -> None:
         if not values.isfinite().all():
@@ -122,6 +137,8 @@ class Search:
         """Descend from the best basins of a coarse grid over all kinds, until no coordinate's grid is better."""
         if len(self.grids) > 1 and ((self.low <= self.x) & (self.x <= self.high)).all():
             self.look([self.x])  # so that the result is at least as good as the start
+        if self.interpolated is not None and self._descend_by_guesses(self.interpolated):
+            return
         starts = self._basins()
         self.each_kind()
         starts = _distinct([(self.x, self.value), *starts], self._reach)
@@ -136,13 +153,50 @@ class Search:
         self.closed_in = True
         self._compare(ended)
 
+    def _descend_by_guesses(self, interpolated: Interpolated) -> bool:
+        """Search among guesses, score what they say is best, and repeat until guess and score agree there.
+
+        Returns whether they did.
+        """
+        scores, self.scores = self.scores, interpolated.scores
+        try:
+            along = torch.linspace(0, 1, _DIAGONAL).to(self.x).unsqueeze(1)
+            self.look(list(torch.lerp(self.low, self.high, along)))  # all ratios of prior and data, from end to end
+            if not interpolated.fits:
+                return False
+            start = self.x
+            for _ in range(_GUESSES):
+                among = Guessed(self, interpolated, start)
+                among.descend()
+                guessed = [among.x] + ([] if among.other is None else [among.other])
+                self.look([point for x in guessed for point in self._around(x)])
+                start = among.x
+                error = abs(self._known[tuple(among.x.tolist())] - among.value)
+                if error <= _GUESS_ERROR * max(1.0, abs(self.value)):
+                    self.closed_in, self.unfinished = True, among.unfinished
+                    if among.other is not None:
+                        score = self._known[tuple(among.other.tolist())]
+                        self.rival = Point.of(self.space.at(among.other), score)
+                    return True
+            return False
+        finally:
+            self.scores = scores
+
+    def _around(self, x: Tensor) -> list[Tensor]:
+        """Return a point and its neighbours along the diagonal of the space."""
+        step = (self.high - self.low) / (3 * (_DIAGONAL - 1))
+        return [
+            x,
+            *(point for sign in (-1, 1) if not torch.equal(point := (x + sign * step).clamp(self.low, self.high), x)),
+        ]
+
     @property
     def _reach(self) -> Tensor:  # (K,)
         """Return the extent of a descent's first stencil: half the distance between values of the coarse grid."""
         return torch.stack([_spacing(_some(grid, _coarse(self.tied))) for grid in self.grids]) / 2
 
     def _tolerance(self) -> float:
-        return _LEAST_GAIN * max(1.0, abs(self.value))
+        return self.least_gain * max(1.0, abs(self.value))
 
     def _basins(self) -> list[tuple[Tensor, float]]:
         """Return the lowest local minima of a coarse grid over all kinds, each value with each."""
@@ -210,7 +264,7 @@ class Search:
                 continue
             parts = torch.arange(1, _BETWEEN + 1).to(self.x) / (_BETWEEN + 1)
             if max(self.look([torch.lerp(self.x, descent.x, part) for part in parts])) - descent.value > margin:
-                self.rival = Point.of(self.space.at(descent.x), descent.value)
+                self.rival, self.other = Point.of(self.space.at(descent.x), descent.value), descent.x
                 return
 
     def _require_any_difference(self, index: Sequence[int], scores: Sequence[float]) -> None:
@@ -257,6 +311,29 @@ class Search:
     def _shown(self, x: Tensor) -> str:
         values = [f"{v:g}" for v in x.exp().unique(sorted=False).tolist()[:3]]
         return values[0] if len(values) == 1 else f"[{', '.join(values)}{', ...' if len(x) > 3 else ''}]"
+
+
+class Guessed(Search):
+    """Searches in the same way among guesses of the scores. They cost little, so that it ends later."""
+
+    least_gain = _LEAST_GAIN / 100
+
+    def __init__(self, of: Search, interpolated: Interpolated, start: Tensor) -> None:
+        super().__init__(of.space, of.scores, start, of.grids, of.widen)
+        self._guesses = interpolated.guesses
+
+    def _scored(self, points: Sequence[Tensor]) -> Tensor:
+        return self._guesses(points)
+
+    def _down(self, starts: Sequence[tuple[Tensor, float]]) -> list[Descent]:
+        """Descend, and from the best again with a large stencil, which follows a valley further."""
+        ended = super()._down(starts)
+        for _ in range(_RESTARTS):
+            before = self.value
+            ended += super()._down([(self.x, self.value)])
+            if before - self.value <= self._tolerance():
+                break
+        return ended
 
 
 def _spacing(grid: Tensor) -> Tensor:  # ()

@@ -9,6 +9,7 @@ from laplace.weights.named import Named
 from laplace.weights.predicate import Where
 from laplace.weights.selection import Choice, Subset
 from laplace.weights.selection import Selection as Selection
+from laplace.weights.selection import mean_of as mean_of
 from laplace.weights.subnetwork import Subnetwork
 from laplace.weights.subset import LastLayer
 from laplace.weights.subset import subset_named as subset_named

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.network import digests
+from laplace.network.pieces import behind, is_stand_in, written
 from laplace.network.replica import unwrap
 from laplace.weights.last_layer import FoundLastLayer
 from laplace.weights.selection import Selection
@@ -51,8 +52,9 @@ def what_changed(
 ) -> str | None:
     """Describe what has changed since `mean` and `then` were taken. Returns None if nothing has."""
     layout = weights.layout
-    now = zip(layout.gather(weights.tensors(model)), layout.split(mean), strict=True)
-    if not all(torch.equal(t.to(m), m) for t, m in now):
+    trios = zip(weights.tensors(model), layout.parts, layout.split(mean), strict=True)
+    now = [(t.flatten() if part is None else part.gather(t.flatten()), m) for t, part, m in trios if not is_stand_in(t)]
+    if not all(torch.equal(t.to(m), m) for t, m in now):  # of pieces, the snapshot tells
         return f"the uncertain weights of {weights.described} have changed"
     if then is None:
         return None
@@ -72,7 +74,9 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _versions(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    return tuple((_address(t), 0 if t.is_inference() else t._version) for t in _tensors(model))
+    tensors = _tensors(model)
+    own = tuple((_address(t), 0 if t.is_inference() else t._version) for t in tensors)
+    return own + written(behind(tensors))
 
 
 def _address(t: Tensor) -> int:

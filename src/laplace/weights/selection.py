@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from laplace.checks import options_of, written
 from laplace.errors import ModelError
 from laplace.network.batches import Inputs
+from laplace.network.pieces import detached, whole
 from laplace.network.replica import plain_name, unwrap
 from laplace.weights.last_layer import FoundLastLayer
 from laplace.weights.layout import Layout
@@ -30,9 +33,23 @@ class Selection:
         return "the network"
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
-        """Return the whole tensors that hold them, with their current values."""
-        parameters = {name: p.detach() for name, p in parameters_of(model)}
+        """Return the whole tensors that hold them, with their current values. Some may have to be gathered yet."""
+        parameters = {name: detached(p) for name, p in parameters_of(model)}
         return [parameters[name] for name in self.layout.names]
+
+
+def mean_of(weights: FoundLastLayer | Selection, model: nn.Module) -> Tensor:  # (P,)
+    """Return the values of the uncertain weights as one new vector, in float32 or finer.
+
+    Tensors of which each rank has a piece are gathered one at a time.
+    """
+    layout, tensors = weights.layout, weights.tensors(model)
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors], torch.float32)
+    mean = torch.empty(layout.n_params, dtype=dtype, device=tensors[0].device)
+    for own, t, part in zip(layout.split(mean), tensors, layout.parts, strict=True):
+        flat = whole(t).detach().reshape(-1)
+        own.copy_(flat if part is None else part.gather(flat))
+    return mean
 
 
 class Subset(ABC):

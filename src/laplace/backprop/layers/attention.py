@@ -87,7 +87,7 @@ def _projected(module: nn.MultiheadAttention, read: Sequence[Tensor]) -> tuple[T
     weight, b = module.in_proj_weight, module.in_proj_bias
     if len(read) == 1 and weight is not None:
         return (F.linear(read[0], weight, b),)
-    weights = [module.get_parameter(key) for key in _SEPARATE] if weight is None else weight.chunk(3)
+    weights = [getattr(module, key) for key in _SEPARATE] if weight is None else weight.chunk(3)
     biases = [None] * 3 if b is None else b.chunk(3)
     read = [*read] * 3 if len(read) == 1 else read
     each = [F.linear(*triple) for triple in zip(read, weights, biases, strict=True)]

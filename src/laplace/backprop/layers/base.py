@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,33 @@ from torch import Tensor, nn
 
 from laplace.backprop.arrangement import Arrangement
 from laplace.backprop.uses import Use
+
+
+class Room:
+    """Counts the numbers that all calls of one run of the network may keep together for the next vectors."""
+
+    def __init__(self, numbers: int) -> None:
+        self.numbers = numbers
+
+    def take(self, numbers: int) -> bool:
+        """Whether there is room for so many numbers. If there is, it is taken."""
+        fits = numbers <= self.numbers
+        self.numbers -= numbers if fits else 0
+        return fits
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Holds what a rule has made of one call, for all vectors that are sent back through it."""
+
+    room: Room
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, name: str, make: Callable[[Room], Any]) -> Any:
+        """Return what `make` returned when it was first asked for."""
+        if name not in self.made:
+            self.made[name] = make(self.room)
+        return self.made[name]
 
 
 @dataclass(frozen=True)
@@ -24,6 +51,7 @@ class Call:
     arrangement: Arrangement
     n: int
     reached: tuple[int, ...] = (0,)  # indices of floating-point outputs with gradients, that is not constant ones
+    kept: Kept = field(default_factory=lambda: Kept(Room(0)))
 
     def read(self, name: str) -> Tensor:
         """Return the module's main input, given by position or as the keyword `name`."""
@@ -62,7 +90,7 @@ def reached(t: Tensor, parameters: Iterable[Tensor | None]) -> Tensor:
 
 
 class Rule(ABC):
-    """How to explain one kind of layer."""
+    """Explains one kind of layer."""
 
     name: str
     whole = False  # whether it explains the whole network, not the calls of one module

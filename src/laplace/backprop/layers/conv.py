@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from laplace.backprop.layers.base import Call, Rule
+from laplace.backprop.layers.base import Call, Room, Rule
+from laplace.backprop.layers.half_unfold import half_unfolded_gram, half_unfolding_pays
 from laplace.backprop.layers.linear import bias
 from laplace.backprop.layers.shifts import shifted_gram, shifts_apply
 from laplace.backprop.outer import Outer
@@ -38,7 +39,10 @@ class Conv(Rule):
         uses: dict[str, Use] = {}
         weight = None
         if "weight" in keys:
-            uses["weight"] = weight = Outer(Patches(conv, x, g.shape[4]), g, reduce, first)
+            seen = Patches(conv, x, g.shape[4])
+            if not first:  # further vectors come, which read the same patches; a prediction sends all at once
+                seen = call.kept.once(f"patches in {g.dtype}", lambda room: Patches(conv, x, g.shape[4], room))
+            uses["weight"] = weight = Outer(seen, g, reduce, first)
         if "bias" in keys:
             uses["bias"] = bias(g, weight, first)
         return uses
@@ -47,8 +51,12 @@ class Conv(Rule):
 class Patches:
     """Activations that are patches under the kernel, unfolded for some examples at a time."""
 
-    def __init__(self, conv: nn.modules.conv._ConvNd, x: Tensor, positions: int) -> None:  # x: (N, frames, C, *size)
+    def __init__(
+        self, conv: nn.modules.conv._ConvNd, x: Tensor, positions: int, room: Room | None = None
+    ) -> None:  # x: (N, frames, C, *size)
         self.conv, self.x = conv, x
+        self._room = room or Room(0)
+        self._unfolded: dict[tuple[int, int, int], Tensor] = {}
         self.shape = (x.shape[0], conv.groups, conv.weight[0].numel(), positions)
 
     @property
@@ -56,7 +64,16 @@ class Patches:
         return self.x.nbytes
 
     def read(self, part: slice) -> Tensor:  # (n, Gr, I, T)
-        x = self.x[part]
+        """Return the patches of some examples, kept for the next vectors where there is room."""
+        key = part.indices(len(self.x))
+        found = self._unfolded.get(key)
+        if found is None:
+            found = self._unfold(self.x[part])
+            if self._room.take(found.numel()):
+                self._unfolded[key] = found
+        return found
+
+    def _unfold(self, x: Tensor) -> Tensor:
         if x.shape[1] == 1:
             return patches(self.conv, x.squeeze(1))
         flat = patches(self.conv, x.flatten(0, 1)).unflatten(0, x.shape[:2])  # (n, frames, Gr, I, T)
@@ -76,6 +93,9 @@ class Patches:
         x = self.x.double() if exact(n, i, t) else self.x
         if shifts_apply(self.conv, x):
             return shifted_gram(x.flatten(0, 1)).unsqueeze(0)
+        if x.dim() == 5 and half_unfolding_pays(self.conv, image := padded(self.conv, x.flatten(0, 1))):
+            step = max(1, _CHUNK // (image[0].numel() * self.conv.kernel_size[1]))
+            return total(half_unfolded_gram(self.conv, part) for part in image.split(step)).unsqueeze(0)
         step = max(1, _CHUNK // (groups * i * t))
         parts = (by_feature(self.conv, x[s : s + step].flatten(0, 1)) for s in range(0, n, step))
         return total(plain_gram(part[0].T).unsqueeze(0) if groups == 1 else part @ part.mT for part in parts)

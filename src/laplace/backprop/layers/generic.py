@@ -19,6 +19,7 @@ from laplace.backprop.layers.base import Call, Rule
 from laplace.backprop.uses import DenseUse, Use
 from laplace.errors import quiet
 from laplace.linalg.autocast import as_called
+from laplace.network.pieces import whole
 from laplace.network.pytree import replace_tensors, tensors_in
 from laplace.network.replica import call_with
 
@@ -33,7 +34,7 @@ class Generic(Rule):
         self.constants: set[tuple[int, int]] = set()  # inputs that hold no examples: number of inputs, and index
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
-        parameters = {key: call.module.get_parameter(key).detach() for key in keys}
+        parameters = {key: whole(call.module.get_parameter(key)).detach() for key in keys}
         inputs = tensors_in((call.args, call.kwargs))
         split = [self._split(call, t, (len(inputs), i)) for i, t in enumerate(inputs)]
         cotangents = [call.gradient(g) for g in gs]  # (K, N, ...)
@@ -138,7 +139,7 @@ class WholeNetwork(Generic):
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
         network: nn.Module = call.module
         inputs = call.kwargs["inputs"]  # laplace.network.batches.Inputs
-        parameters = {key: network.get_parameter(key).detach() for key in keys}
+        parameters = {key: whole(network.get_parameter(key)).detach() for key in keys}
         values = inputs.tensors()
         dims = [0 if own else None for own in inputs.own(call.n)]  # None: shared by all examples
 

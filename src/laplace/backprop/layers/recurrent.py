@@ -47,7 +47,7 @@ class Recurrent(Rule):
             outs = []
             for ending in ("", "_reverse") if module.bidirectional else ("",):
                 part = f"_l{layer}{ending}"
-                w_ih, w_hh = (module.get_parameter(key + part) for key in _KEYS[:2])
+                w_ih, w_hh = (getattr(module, key + part) for key in _KEYS[:2])
                 b_ih, b_hh = (getattr(module, key + part) if module.bias else None for key in _KEYS[2:])
                 projected = reached(F.linear(x, w_ih, b_ih), (w_hh, b_hh))
                 state = tuple(s[len(last)] for s in start)

@@ -67,7 +67,7 @@ def too_many(answers: Answers) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """The scores of all methods on one data set.
+    """Holds the scores of all methods on one data set.
 
     Attributes:
         values: By method and key.

@@ -62,7 +62,7 @@ class Placed:
 
 @dataclass
 class Shelves:
-    """The examples that are shown of one data set, on shelves by name.
+    """Holds the examples that are shown of one data set, on shelves by name.
 
     Attributes:
         rules: By shelf, the score of each example from its answers; -inf for those that do not belong there.

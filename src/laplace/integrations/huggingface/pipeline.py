@@ -8,7 +8,7 @@ from transformers import TextClassificationPipeline
 
 
 class UncertainTextClassification(TextClassificationPipeline):
-    """The pipeline for text classification of a `BayesianModel`: each answer has `label`, `score` and `epistemic`.
+    """Classifies texts with a `BayesianModel`: each answer has `label`, `score` and `epistemic`.
 
     `pipeline("text-classification", model=..., tokenizer=..., pipeline_class=UncertainTextClassification)`.
     """

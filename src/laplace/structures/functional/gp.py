@@ -33,6 +33,8 @@ from laplace.structures.functional.structure import Functional, FunctionCurvatur
 from laplace.structures.gaussian import Traces
 from laplace.weights.layout import Layout
 
+_MOST_CURVATURE = 1e7  # relative to the prior, in all directions together: more is left to the eigenvalues
+
 
 class GP(Functional):
     """Keeps a subset of the data, and treats the linearised network as a Gaussian process on these points.
@@ -88,6 +90,10 @@ class SpectralCurvature(FunctionCurvature):
     def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
         """Return the eigenvalues at unit precision, negative ones set to zero, (G, R), and their basis, (G, R, R)."""
 
+    def factor(self, ratio: Tensor) -> Tensor | None:
+        """Return None: eigenvectors are cheap here."""
+        return None
+
     @property
     def clipped(self) -> Clipped:
         return self.eigh[2]
@@ -99,13 +105,40 @@ class GPCurvature(SpectralCurvature):
     def __init__(self, blocks: Sequence[Tensor], layout: Layout, dtype: torch.dtype, independent: bool) -> None:
         super().__init__(layout, dtype, independent)
         self.blocks = blocks
+        self._first: tuple[float, Tensor | None] | None = None  # the first s / delta, and its factor if it is safe
 
     @cached_property
     def eigh(self) -> tuple[Tensor, Tensor, Clipped]:
         """Return the eigenvalues and eigenvectors of the whole kernel."""
-        values, vectors = spectrum(torch.stack([*self.blocks]).sum(0))
+        values, vectors = spectrum(self._whole())
         values, clipped = clip(values, self.dtype)
         return values, vectors, clipped
+
+    def factor(self, ratio: Tensor) -> Tensor | None:  # () -> (G, R, R)
+        """Return L with L L^T = 1 + s/delta K if that is cheaper than eigenvectors: for the first s/delta asked for.
+
+        A factorisation takes a tenth of the time of the eigenvectors, and solving with it half of the time of products
+        with them. But they serve every s/delta. Returns None where rounding would compete with the prior, too.
+        """
+        if ratio.requires_grad:
+            return None
+        if self._first is None and "eigh" not in self.__dict__:
+            self._first = float(ratio), self._factored(ratio)
+        return self._first[1] if self._first is not None and self._first[0] == float(ratio) else None
+
+    def _factored(self, ratio: Tensor) -> Tensor | None:
+        total = self._whole().mul_(ratio)
+        total.diagonal(dim1=1, dim2=2).add_(1)
+        if not total.diagonal(dim1=1, dim2=2).sum(1).max() < _MOST_CURVATURE:
+            return None
+        root, failed = torch.linalg.cholesky_ex(total)
+        return None if failed.any() else root
+
+    def _whole(self) -> Tensor:  # (G, R, R)
+        total = self.blocks[0].clone()
+        for block in self.blocks[1:]:
+            total += block
+        return total
 
     def gaussian(self, scale: Tensor, precision: Sequence[Tensor]) -> GPGaussian:
         scale = scale.double()
@@ -149,15 +182,29 @@ class Solver(ABC):
 
 
 class Spectral(Solver):
-    """Solves for one precision delta of all weights. One eigenbasis of the kernel serves every delta."""
+    """Solves for one precision delta of all weights.
+
+    One eigenbasis of the kernel serves every delta. It is made when a second one is asked for.
+    """
 
     def __init__(self, curvature: SpectralCurvature, scale: Tensor, delta: Tensor) -> None:
         super().__init__(curvature, scale)
-        values, self.vectors, _ = curvature.eigh
-        self.delta, self.values = delta, scale * values / delta  # eigenvalues of s K, (G, R)
+        self.delta = delta
         self._ones = [torch.ones_like(delta)] * len(self.layout.names)
 
+    @cached_property
+    def values(self) -> Tensor:  # (G, R)
+        """Return the eigenvalues of s K."""
+        return self.scale * self.curvature.eigh[0] / self.delta
+
+    @cached_property
+    def factor(self) -> Tensor | None:  # (G, R, R)
+        """Return L with L L^T = 1 + s K, or None if eigenvectors are to be used."""
+        return self.curvature.factor(self.scale / self.delta)
+
     def log_det_ratio(self) -> Tensor:
+        if self.factor is not None:
+            return 2 * self.factor.diagonal(dim1=1, dim2=2).log().sum()
         return self.values.log1p().sum()
 
     def log_det_prior(self) -> Tensor:
@@ -170,7 +217,14 @@ class Spectral(Solver):
         return (unit() if isinstance(asked, Times) else jacobian.once(asked, unit)) / self.delta
 
     def rows(self, jacobian: FunctionJacobian) -> Tensor:
-        rotated = jacobian.once("rotated", lambda: self._cross(jacobian, self._ones) @ self.vectors)
+        cross = jacobian.once("cross", lambda: self._cross(jacobian, self._ones))
+        root = self.factor
+        if root is not None:
+            solved = jacobian.once(
+                ("solved", id(root)), lambda: torch.linalg.solve_triangular(root, cross.mT, upper=False)
+            )
+            return solved.mT * (self.scale.sqrt() / self.delta)
+        rotated = jacobian.once("rotated", lambda: cross @ self.curvature.eigh[1])
         return rotated * ((self.scale / (1 + self.values)).sqrt() / self.delta).unsqueeze(1)
 
     def traces(self, groups: str) -> Traces:

@@ -1,11 +1,13 @@
 """Keep the training points that a posterior over functions needs, and compute the network's gradients there.
 
 A point is kept as its inputs and the vectors that are sent back from its outputs. The gradients are computed by running
-the network again. They are kept, too, if they are small.
+the network again. They are kept, too, if they are small: in float64, and those at many positions contracted, if that
+fits; else as the network gave them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from laplace.backprop.asked import Asked
 from laplace.backprop.gradients import Engine, Forward, Jacobian, JacobianOf, KroneckerCovariance
-from laplace.backprop.uses import Use
+from laplace.backprop.outer import Outer
+from laplace.backprop.uses import DenseUse, Use
 from laplace.linalg.symmetric import total
 from laplace.network.batches import Batch
 
@@ -42,10 +45,13 @@ class Points:
             return self._held
         runs = self._runs(engine)
         first = next(runs)
-        each = sum(use.nbytes for use in first) / first[0].shape[1]
-        if each * len(self) > limit:
+        share = limit * first[0].shape[1] / len(self)  # bytes for these points
+        if sum(map(_bytes_ready, first)) <= share:
+            self._held = [[_ready(use) for use in uses] for uses in chain([first], runs)]
+        elif sum(use.nbytes for use in first) <= share:
+            self._held = [first, *runs]
+        else:
             return chain([first], runs)
-        self._held = [first, *runs]
         return self._held
 
     def _runs(self, engine: Engine) -> Iterator[list[Use]]:
@@ -144,6 +150,24 @@ class FunctionJacobian:
             total = term if total is None else total + term
         assert total is not None
         return total
+
+
+def _bytes_ready(use: Use) -> int:
+    """Return how many bytes `_ready` keeps."""
+    return 8 * math.prod(use.shape) if _at_many_positions(use) else use.nbytes * 8 // use.g.element_size()
+
+
+def _ready(use: Use) -> Use:
+    """Return the gradients in float64, and contracted if every product would contract them again."""
+    use = use.double()
+    if not _at_many_positions(use):
+        return use
+    rows = torch.cat([use.contracted(part).transpose(0, 1) for part in use.parts()])  # (M, K, p): einsum copies nothing
+    return DenseUse(rows.transpose(0, 1)).within(use.chunk)
+
+
+def _at_many_positions(use: Use) -> bool:
+    return isinstance(use, Outer) and use.positions > 1
 
 
 def _cross(part: JacobianOf, use: Use) -> Tensor:

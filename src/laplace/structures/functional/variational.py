@@ -195,7 +195,7 @@ class Inducing(Spectral):
 
     def rows(self, jacobian: FunctionJacobian) -> Tensor:  # (1, N C, r)
         def rotated() -> Tensor:
-            return jacobian.moved(step.double() for step in self.steps).flatten(0, 1) @ self.vectors
+            return jacobian.moved(step.double() for step in self.steps).flatten(0, 1) @ self.curvature.eigh[1]
 
         shrunk = self.values / (1 + self.values)
         return jacobian.once("psi", rotated) * (shrunk / self.delta).sqrt().unsqueeze(1)

@@ -1,64 +1,34 @@
-"""A Laplace posterior as a model of BoTorch: posteriors over q points jointly, conditioning, fantasies, drawn paths.
+"""A Laplace posterior as a model of BoTorch: Gaussians over q points jointly, given further observations.
 
-    model = LaplaceModel(la, input_transform=normalize, outcome_transform=standardize)
-    candidate, value = optimize_acqf(qLogExpectedImprovement(model, best_f), bounds, q=1, ...)
-
-The outputs are Gaussian at any inputs, f ~ N(m, K) with K = J Sigma J^T, so new observations y = f + noise condition
-them as in a Gaussian process: with the covariance C of f(x) and f(X) at new inputs X,
-
-    m(x) + C (K(X, X) + noise)^-1 (y - m(X)),    K(x, x) - C (K(X, X) + noise)^-1 C^T.
-
-For a last layer with Gaussian noise this is Bayesian linear regression on its features, with all data.
+The outputs are Gaussian at any inputs, f ~ N(m, K) with K = J Sigma J^T. For a last layer with Gaussian noise this is
+Bayesian linear regression on its features.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+from botorch.models.model import FantasizeMixin, Model
+from botorch.posteriors import GPyTorchPosterior, Posterior
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator import to_linear_operator
 from torch import Size, Tensor, nn
 
 from laplace.checks import choice, generator_or_none, shown
 from laplace.decisions.functions import DrawnFunctions, draw_functions
 from laplace.errors import InputError, OptionError, UnsupportedError
-from laplace.inference.blocks import joint_blocks, noise_variance
+from laplace.inference.blocks import noise_variance
+from laplace.integrations.botorch.conditioning import Observations, drawn_given, joint, require_data
+from laplace.integrations.botorch.path import LaplacePath
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.linalg.sampling import normals
 
-try:
-    from botorch.models.deterministic import DeterministicModel
-    from botorch.models.model import FantasizeMixin, Model
-    from botorch.posteriors import GPyTorchPosterior, Posterior
-    from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-    from linear_operator import to_linear_operator
-    from linear_operator.utils.cholesky import psd_safe_cholesky
-except ImportError as error:
-    raise ImportError("laplace.integrations.botorch needs BoTorch: pip install 'laplace-redux[botorch]'") from error
-
-__all__ = ["LaplaceModel", "LaplacePath"]
-
 _GIVE_NOISE = "Give the variances as a tensor: observation_noise= (posterior), noise= (condition_on_observations)."
-
-
-@dataclass(frozen=True)
-class Observations:
-    """What a model is conditioned on, as the network takes and gives it, after the transforms.
-
-    Batch dimensions are those of BoTorch: several sets of observations side by side.
-    """
-
-    x: Tensor  # (*batch, n, d)
-    y: Tensor  # (*batch, n, m)
-    noise: Tensor  # variances, (*batch, n, m)
-
-    def and_then(self, other: Observations) -> Observations:
-        """Return the observations of both."""
-        pairs = (self.x, other.x), (self.y, other.y), (self.noise, other.noise)
-        return Observations(*(_stacked(a, b) for a, b in pairs))
 
 
 class LaplaceModel(Model, FantasizeMixin):
@@ -114,9 +84,8 @@ class LaplaceModel(Model, FantasizeMixin):
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform
         if train_X is not None and train_Y is not None:
-            _require_data(train_X, train_Y, self.num_outputs, "train_X", "train_Y")
-            self.train_inputs, self.train_targets = (train_X,), train_Y.squeeze(-1)
-            self._train_Y = train_Y
+            require_data(train_X, train_Y, self.num_outputs, "train_X", "train_Y")
+            self._keep(train_X, train_Y)
 
     # ---- what it is --------------------------------------------------------------------------------------------------
 
@@ -138,8 +107,7 @@ class LaplaceModel(Model, FantasizeMixin):
     @property
     def batch_shape(self) -> Size:
         """Return the batch shape: that of the observations, such as the number of fantasies."""
-        seen = self._observed
-        return Size() if seen is None else torch.broadcast_shapes(seen.x.shape[:-2], seen.y.shape[:-2])
+        return Size() if self._observed is None else self._observed.batch_shape
 
     def _set_transformed_inputs(self) -> None:
         """Do nothing: the network was trained before."""
@@ -174,7 +142,7 @@ class LaplaceModel(Model, FantasizeMixin):
             return some.posterior(X, None, observation_noise, posterior_transform)
         self.eval()
         x = self._network_inputs(X)
-        mean, covariance = self._joint(x)
+        mean, covariance = joint(self.view, x, self._observed)
         noise = self._noise(x, observation_noise).to(mean)
         if self._outputs is not None:
             q, index = mean.shape[-2], torch.as_tensor(self._outputs, device=mean.device)
@@ -184,7 +152,7 @@ class LaplaceModel(Model, FantasizeMixin):
             noise = noise if given or noise.dim() == 0 or noise.shape[-1] != self._n_located else noise[..., index]
         if observation_noise is not False:
             covariance = covariance + noise.expand_as(mean).flatten(-2).diag_embed()
-        posterior: Posterior = GPyTorchPosterior(_normal(mean.to(X.dtype), covariance.to(X.dtype)))
+        posterior: Posterior = GPyTorchPosterior(normal(mean.to(X.dtype), covariance.to(X.dtype)))
         if hasattr(self, "outcome_transform"):
             posterior = self.outcome_transform.untransform_posterior(posterior, X=X)
         return posterior if posterior_transform is None else posterior_transform(posterior=posterior, X=X)
@@ -230,9 +198,9 @@ class LaplaceModel(Model, FantasizeMixin):
         """
         if self._outputs is not None:
             raise UnsupportedError("condition the model of all outcomes, and then take subset_output of the result.")
-        _require_data(X, Y, self.num_outputs, "X", "Y")
+        require_data(X, Y, self.num_outputs, "X", "Y")
         if self._refit is not None and not self.laplace.posterior.fit.linear and X.dim() == Y.dim() == 2:
-            return self._refit(torch.cat([self.train_inputs[0], X.to(self.train_inputs[0])]), self._with(Y))
+            return self._refit(*self._with(X, Y))
         self.eval()
         x, y = self._network_inputs(X), Y
         if hasattr(self, "outcome_transform"):
@@ -242,9 +210,7 @@ class LaplaceModel(Model, FantasizeMixin):
         out = copy.copy(self)
         out._observed = new if self._observed is None else self._observed.and_then(new)
         if hasattr(self, "train_inputs") and X.dim() == Y.dim() == 2:
-            out.train_inputs = (torch.cat([self.train_inputs[0], X.to(self.train_inputs[0])]),)
-            out._train_Y = self._with(Y)
-            out.train_targets = out._train_Y.squeeze(-1)
+            out._keep(*self._with(X, Y))
         return out
 
     def path(self, generator: torch.Generator | None = None, pred_type: str = "glm") -> LaplacePath:
@@ -287,18 +253,11 @@ class LaplaceModel(Model, FantasizeMixin):
         self.eval()
         x, seen = self._network_inputs(X), self._observed
         view, rows = self.view(x), x.flatten(0, -2)
+        function = replace(drawn, source=view)
         if seen is None or error is None:
-            f = self._located(replace(drawn, source=view)(rows))
+            f = self._located(function(rows))
         else:
-            f, at_seen = self._located(replace(drawn, source=view)(torch.cat([rows, seen.x]))).split(
-                [len(rows), len(seen.x)]
-            )
-            blocks = joint_blocks(view, rows.unsqueeze(1), seen.x)
-            assert blocks.cross is not None
-            assert blocks.further_covariance is not None
-            factor = psd_safe_cholesky(blocks.further_covariance + seen.noise.flatten().diag_embed())
-            pull = torch.cholesky_solve((seen.y - at_seen - error).reshape(-1, 1), factor)
-            f = f + (blocks.cross @ pull).squeeze(-1)
+            f = drawn_given(view, lambda rows: self._located(function(rows)), rows, seen, error)
         f = f.unflatten(0, x.shape[:-1]).to(X.dtype)
         f = f if self._outputs is None else f[..., self._outputs]
         return self.outcome_transform.untransform(f, X=X)[0] if hasattr(self, "outcome_transform") else f
@@ -329,38 +288,6 @@ class LaplaceModel(Model, FantasizeMixin):
         """Return the posterior that lets gradients through, if an input needs them, or else the one that does not."""
         return self._views[torch.is_grad_enabled() and any(x.requires_grad for x in inputs)]
 
-    def _joint(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (*batch, q, d) -> (*batch, q, m), (*batch, q m, q m)
-        """Return mean and covariance of all outcomes, given the observations."""
-        batch, q, seen = x.shape[:-2], x.shape[-2], self._observed
-        if seen is None:
-            blocks = joint_blocks(self.view(x), x.flatten(0, -3) if batch else x[None])
-            mean, covariance = _unflattened(batch, blocks.mean, blocks.covariance)
-            return mean, covariance
-        if seen.x.dim() == 2:
-            blocks = joint_blocks(self.view(x, seen.x), x.flatten(0, -3) if batch else x[None], seen.x)
-            assert blocks.cross is not None
-            mean, covariance, cross = _unflattened(batch, blocks.mean, blocks.covariance, blocks.cross)
-            own_mean, own = blocks.further_mean, blocks.further_covariance
-            assert own_mean is not None
-            assert own is not None
-        else:
-            both = _stacked(x, seen.x)
-            batch = both.shape[:-2]
-            blocks = joint_blocks(self.view(both), both.flatten(0, -3))
-            mean, covariance = _unflattened(batch, blocks.mean, blocks.covariance)
-            cut = q * mean.shape[-1]
-            mean, own_mean = mean[..., :q, :], mean[..., q:, :]
-            covariance, cross, own = (
-                covariance[..., :cut, :cut], covariance[..., :cut, cut:], covariance[..., cut:, cut:]
-            )  # fmt: skip
-        factor = psd_safe_cholesky(own + seen.noise.flatten(-2).diag_embed())
-        pulled = torch.linalg.solve_triangular(factor, cross.mT, upper=False)  # (*batch, n m, q m)
-        residual = (seen.y - own_mean).flatten(-2).unsqueeze(-1)
-        residual = torch.linalg.solve_triangular(factor, residual, upper=False)
-        mean = mean + (pulled.mT @ residual).squeeze(-1).unflatten(-1, mean.shape[-2:])
-        covariance = covariance - pulled.mT @ pulled
-        return mean, covariance.expand(*mean.shape[:-2], *covariance.shape[-2:])
-
     def _noise(self, x: Tensor, noise: bool | Tensor) -> Tensor:  # (*batch, q, m)
         """Return the variances of the observation noise at some inputs. Zero if none is asked for."""
         if isinstance(noise, Tensor):
@@ -374,76 +301,20 @@ class LaplaceModel(Model, FantasizeMixin):
         found = noise_variance(self.view(x), x.flatten(0, -2), _GIVE_NOISE)
         return found.unflatten(0, x.shape[:-1])
 
-    def _with(self, Y: Tensor) -> Tensor:
-        """Return all outcomes, old and new."""
-        return torch.cat([self._train_Y, Y.to(self._train_Y)])
+    def _keep(self, X: Tensor, Y: Tensor) -> None:  # (n, d), (n, m)
+        """Hold the training data under BoTorch's names: targets are (n,) for one outcome, and (m, n) for several."""
+        self.train_inputs, self._train_Y = (X,), Y
+        self.train_targets = Y.squeeze(-1) if Y.shape[-1] == 1 else Y.mT
+
+    def _with(self, X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all data, old and new."""
+        (old,) = self.train_inputs
+        return torch.cat([old, X.to(old)]), torch.cat([self._train_Y, Y.to(self._train_Y)])
 
 
-class LaplacePath(DeterministicModel):
-    """One function drawn from a `LaplaceModel`, as a deterministic model. Made by `LaplaceModel.path`.
-
-    Args:
-        model: The model that it was drawn from.
-        drawn: The function of the network's own inputs.
-        error: Drawn noise of the observations that the model was conditioned on, (n, m).
-    """
-
-    def __init__(self, model: LaplaceModel, drawn: DrawnFunctions, error: Tensor | None = None) -> None:
-        super().__init__()
-        self._model, self._drawn, self._error = (model,), drawn, error  # a tuple: the model is no part of this one
-        self._num_outputs = model.num_outputs
-
-    @property
-    def batch_shape(self) -> Size:
-        """Return the empty batch shape."""
-        return Size()
-
-    def forward(self, X: Tensor) -> Tensor:
-        """Return the outcomes of the drawn function, (*batch, q, m).
-
-        Args:
-            X: (*batch, q, d).
-        """
-        (model,) = self._model
-        return model.evaluate(self._drawn, self._error, X)
-
-    def subset_output(self, idcs: list[int]) -> LaplacePath:
-        """Return the same function with some of its outcomes.
-
-        Args:
-            idcs: Their indices.
-        """
-        (model,) = self._model
-        return LaplacePath(model.subset_output(idcs), self._drawn, self._error)
-
-
-def _normal(mean: Tensor, covariance: Tensor) -> MultivariateNormal:  # (*batch, q, m), (*batch, q m, q m)
+def normal(mean: Tensor, covariance: Tensor) -> MultivariateNormal:  # (*batch, q, m), (*batch, q m, q m)
     """Return the distribution, whose roots are computed when they are needed."""
     lazy = to_linear_operator(covariance)
     if mean.shape[-1] == 1:
         return MultivariateNormal(mean.squeeze(-1), lazy)
     return MultitaskMultivariateNormal(mean, lazy, interleaved=True)
-
-
-def _unflattened(batch: Size, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.reshape(*batch, *t.shape[1:]) for t in tensors)
-
-
-def _stacked(a: Tensor, b: Tensor) -> Tensor:  # (*batch, n, d), (*batch, n', d) -> (*batch, n + n', d)
-    """Return the rows of both, for every batch."""
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return torch.cat([t.expand(*batch, *t.shape[-2:]) for t in (a, b)], -2)
-
-
-def _require_data(X: Tensor, Y: Tensor, m: int, x_name: str, y_name: str) -> None:
-    """Refuse observations whose shapes do not fit, and outcomes that are not finite."""
-    if not isinstance(X, Tensor) or not isinstance(Y, Tensor) or X.dim() < 2 or Y.dim() < 2:
-        came = " and ".join(str(tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in (X, Y))
-        raise InputError(f"{x_name} and {y_name} are {came}; tensors (*batch, n, d) and (*batch, n, {m}) are needed.")
-    if Y.shape[-2:] != (X.shape[-2], m):
-        hint = f" Write {y_name}.unsqueeze(-1)." if m == 1 and Y.shape[-1] == X.shape[-2] else ""
-        raise InputError(
-            f"{y_name} is {tuple(Y.shape)} for {x_name} {tuple(X.shape)}; (*batch, {X.shape[-2]}, {m}) is needed.{hint}"
-        )
-    if not Y.isfinite().all():
-        raise InputError(f"{y_name} holds NaN or infinite values.")

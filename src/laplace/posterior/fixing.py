@@ -18,8 +18,8 @@ from laplace.backprop.head_jacobian import HeadJacobian, HeadJacobianOf
 from laplace.budget import Budget
 from laplace.linalg.contrasts import centred, variances_if_independent
 from laplace.linalg.lowrank import DiagonalPlusLowRank
+from laplace.posterior.spread import Constant, Factored, LessLowRank, Rooted, Spread
 from laplace.predictive.outputs import root
-from laplace.serving.spread import Constant, Factored, LessLowRank, Rooted, Spread
 from laplace.structures.block import BlockGaussian
 from laplace.structures.blockdiag import BlockDiagonalGaussian
 from laplace.structures.dense import DenseGaussian
@@ -33,7 +33,7 @@ BiasTerms = tuple[Tensor | None, Tensor | None]  # what an independent bias adds
 
 @dataclass(frozen=True)
 class Seen:
-    """What is asked about the outputs of a last layer.
+    """Says what is asked about the outputs of a last layer.
 
     Attributes:
         c: Number of outputs.

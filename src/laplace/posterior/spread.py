@@ -33,7 +33,7 @@ class Kept(nn.Module):
 
 
 class Spread(Kept):
-    """The variances and covariances of C outputs that are linear in features phi, (M, H)."""
+    """Computes variances and covariances of C outputs that are linear in features phi, (M, H)."""
 
     bias_variance: Tensor | None  # (C,)
     bias_covariance: Tensor | None  # (C, C)
@@ -57,7 +57,7 @@ class Spread(Kept):
 
 
 class Constant(Spread):
-    """The same S for all inputs: only a bias is uncertain."""
+    """Gives the same S for all inputs: only a bias is uncertain."""
 
     def variance(self, phi: Tensor) -> Tensor:
         assert self.bias_variance is not None
@@ -99,13 +99,29 @@ class Factored(Spread):
             self.keep(name, value)
 
     def variance(self, phi: Tensor) -> Tensor:
+        return self.variance_of(self.squares(phi))
+
+    def squares(self, phi: Tensor) -> Tensor:  # (M, H) -> (M, R)
+        """Return (Q^T phi)^2, of which all else is a linear function."""
         kept = self._buffers  # as attributes, each takes half as long as a small operation
-        right, by_output, bias = kept["right"], kept["by_output"], kept["bias_variance"]
+        right, by_output = kept["right"], kept["by_output"]
         assert by_output is not None
         phi = phi if phi.dtype == by_output.dtype else phi.to(by_output.dtype)
         turned = phi if right is None else phi @ right
-        squares = turned * turned
+        return turned * turned
+
+    def variance_of(self, squares: Tensor) -> Tensor:  # (M, R) -> (M, C)
+        """Return the variance of each output, given the squares."""
+        kept = self._buffers
+        by_output, bias = kept["by_output"], kept["bias_variance"]
+        assert by_output is not None
         return squares @ by_output if bias is None else torch.addmm(bias, squares, by_output)
+
+    def same_squares(self, other: Spread | None) -> bool:
+        """Whether another spread has the same squares."""
+        if not isinstance(other, Factored) or (self.right is None) != (other.right is None):
+            return False
+        return self.right is None or torch.equal(self.right, other.right)  # type: ignore[arg-type]
 
     def covariance(self, phi: Tensor) -> Tensor:
         w, left = self._weights(phi), self.left
@@ -117,13 +133,9 @@ class Factored(Spread):
         own = w * v if left is None else ((v @ left) * w) @ left.T
         return own if self.bias_covariance is None else own + v @ self.bias_covariance
 
-    def _squares(self, phi: Tensor, dtype: torch.dtype) -> Tensor:  # (M, R)
-        right, phi = self.right, phi if phi.dtype == dtype else phi.to(dtype)
-        return (phi if right is None else phi @ right).square()
-
     def _weights(self, phi: Tensor) -> Tensor:  # (M, O)
         assert self.variances is not None
-        return self._squares(phi, self.variances.dtype) @ self.variances
+        return self.squares(phi) @ self.variances
 
 
 class Rooted(Spread):

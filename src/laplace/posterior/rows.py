@@ -1,0 +1,74 @@
+"""The prediction of a last layer for a single row of features, in NumPy.
+
+What the posterior fixes is folded into two matrices, with the linear part of the link: w = (Q^T phi)^2 gives the
+variances of the outputs and the terms of the link by one product. See `predictive.rows` for why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from laplace.posterior.spread import Factored, Spread
+from laplace.predictive.rows import Array, RowForm, row_form
+
+
+class RowPredictive:
+    """Maps one row of outputs and features to the mean of the inverse link, and to the variances of the outputs.
+
+    Args:
+        right: Q, (H, R); None for the unit vectors.
+        matrix: what w is multiplied by, (R, K): for the variances if they are kept, then for the link's terms.
+        bias: what a bias adds, (K,).
+        form: the link.
+        c: the number of outputs.
+    """
+
+    def __init__(self, right: Array | None, matrix: Array, bias: Array, form: RowForm, c: int) -> None:
+        self._right, self._matrix, self._bias, self._form = right, matrix, bias, form
+        self._first = matrix.shape[1] - c  # where the link's terms begin
+        self.dtype = matrix.dtype
+
+    def __call__(self, f: Array, phi: Array) -> tuple[Array, Array] | None:  # (C,), (H,) -> (C,), (C,) or (0,)
+        """Return the mean, and the variances if they are kept. None if a number is not finite."""
+        turned = phi if self._right is None else phi @ self._right
+        found = (turned * turned) @ self._matrix
+        found += self._bias
+        if not math.isfinite(sum(found.tolist()) + sum(f.tolist())):
+            return None
+        return self._form(f, found[self._first :]), found[: self._first]
+
+
+def row_predictive(
+    closed_form: Callable[[Tensor, Tensor], Tensor], of_link: Spread | None, of_outputs: Spread | None = None
+) -> RowPredictive | None:
+    """Fold the spread that a link reads, and that of the outputs if its variances are wanted, with the link.
+
+    None for links without a row form, and for spreads without eigenvectors: they take torch's operations.
+    """
+    if not isinstance(of_link, Factored) or not (of_outputs is None or isinstance(of_outputs, Factored)):
+        return None
+    spreads = [of_link] if of_outputs is None else [of_outputs, of_link]
+    right, first = of_link.right, of_link.by_output
+    if first.device.type != "cpu" or not of_link.same_squares(spreads[0]):
+        return None
+    dtype = first.numpy().dtype
+    form = row_form(closed_form, first.shape[1], dtype)
+    if form is None:
+        return None
+    matrices = [_rows(spread) for spread in spreads]
+    matrices[-1] = form.terms(matrices[-1])
+    both = np.concatenate(matrices, 1).astype(dtype)
+    turn = None if right is None else right.numpy()
+    return RowPredictive(turn, both[:-1].copy(), both[-1].copy(), form, first.shape[1])
+
+
+def _rows(spread: Factored) -> Array:  # (R + 1, C), float64
+    """Return what w is multiplied by, with a last row for the bias."""
+    bias = spread.bias_variance
+    last: Any = np.zeros(spread.by_output.shape[1]) if bias is None else bias.double().numpy()
+    return np.concatenate([spread.by_output.double().numpy(), last[None]])
