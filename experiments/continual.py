@@ -1,6 +1,6 @@
 """Permuted MNIST, one task after another: how much is forgotten with no prior, a diagonal one, and Kronecker factors.
 
-    python experiments/continual.py --data FOLDER [--quick]
+    python experiments/continual.py --data FOLDER [--quick] [--epochs E] [--results DIR] [--cache DIR]
 
 FOLDER holds mnist.npz with x_train, y_train, x_test and y_test: images (uint8, N x 28 x 28) and labels.
 
@@ -155,11 +155,11 @@ def run(method: str, data: PermutedMNIST, settings: Settings, results: Results) 
 class Results:
     """Accuracies of each method after each task, in a file."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
-        self.path, self.settings = HERE / "results" / f"{name}.json", asdict(settings)
-        self.states = HERE / "state" / name
+    def __init__(self, name: str, settings: Settings, folder: Path, cache: Path) -> None:
+        self.path, self.settings = folder / f"{name}.json", asdict(settings)
+        self.states = cache / name
         self.states.mkdir(parents=True, exist_ok=True)
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.methods: dict[str, list[dict]] = {}
         if self.path.exists():
             found = json.loads(self.path.read_text())
@@ -205,12 +205,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer tasks and examples: five minutes on one thread")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--epochs", type=int, help="of each task; 25 unless said")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where the JSON and the figure go")
+    parser.add_argument("--cache", type=Path, default=HERE / "state", help="where the networks of each method are kept")
     args = parser.parse_args()
     settings = QUICK if args.quick else Settings()
     if args.epochs is not None:
         settings = Settings(**asdict(settings) | {"epochs": args.epochs})
     data = PermutedMNIST(args.data, settings)
-    results = Results("continual-quick" if args.quick else "continual", settings)
+    results = Results("continual-quick" if args.quick else "continual", settings, args.results, args.cache)
     for method in args.methods:
         run(method, data, settings, results)
     results.draw()

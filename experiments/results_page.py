@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from experiments.claims import verdicts
+from experiments.spent import note
+from experiments.spent import table as cpu_seconds
 from experiments.uq.report import markdown
 from experiments.uq.scores import averaged
 
@@ -25,6 +27,15 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
 FIGURES = PAGE.parent / "figures"
 DEFAULT = "last_layer/kron/ggn/auto/one_vs_rest"  # of this library
+STEPS = {  # what `three_steps` measures
+    "share_of_path": "share of the path's variance along each axis of the plane",
+    "posterior_sd_in_plane": "standard deviation of the posterior along them",
+    "conditional_sd": "the same with all other directions at the mode",
+    "sd_of_loss": "what the loss itself has there, by its second derivative",
+    "truth_in_band_near_data": "share of the truth inside the 95 % band, near data",
+    "band_in_gap_over_near_data": "width of the band in the gap over that near data",
+    "log_evidence": "log evidence",
+}
 Beside = Mapping[str, tuple[float, ...]]
 
 
@@ -34,6 +45,7 @@ def main() -> None:
     results = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
     for name, fill in PLACES.items():
         text = fill(results[name]) if name in results else "Not measured yet."
+        text = f"{note(files[name])}\n\n{text}" if name in results else text
         figure = files[name].with_suffix(".png")
         if figure.exists():
             shutil.copy(figure, FIGURES / f"{name.replace('-', '_')}.png")
@@ -41,6 +53,8 @@ def main() -> None:
         page = filled(page, name, text)
     studies = {name: by_method(results[name]) for name in ("uq-mnist", "uq-cifar10") if name in results}
     page = filled(page, "claims", verdicts(studies, results["cost"]["rows"] if "cost" in results else None))
+    if (HERE / "results" / "quick.json").exists():
+        page = filled(page, "spent", cpu_seconds(HERE / "results"))
     PAGE.write_text(page)
 
 
@@ -137,28 +151,19 @@ def cost(found: dict) -> str:
 
 def steps(found: dict) -> str:
     """Return the numbers of `three_steps`."""
-    return markdown(
-        ["measured", "value"], [[k.replace("_", " "), str(v)] for k, v in found["rows"]["measured"].items()]
-    )
+    row = found["rows"]["measured"]
+    return markdown(["measured", "value"], [[name, _numbers(row[key])] for key, name in STEPS.items()])
+
+
+def _numbers(value: float | list[float]) -> str:
+    return " and ".join(f"{v:.3g}" for v in value) if isinstance(value, list) else f"{value:.4g}"
 
 
 def selection(found: dict) -> str:
     """Return the rank correlations of `selection`."""
-    import torch
-    from experiments.selection.__main__ import SETS, SUBSETS, spearman
+    from experiments.selection.__main__ import table
 
-    lines = []
-    for name in SETS:
-        rows = [row for key, row in found["rows"].items() if key.startswith(name)]
-        score = torch.tensor([row["log_likelihood"] for row in rows])
-        for subset in SUBSETS:
-            evidence = torch.tensor([row[f"evidence_{subset}"] for row in rows])
-            own = torch.tensor([row[f"log_likelihood_{subset}"] for row in rows])
-            values = [spearman(evidence, score), *map(float, (score[evidence.argmax()], score.max(), score.median()))]
-            values.append(spearman(evidence, own))
-            lines.append([name, str(len(rows)), subset, *(f"{v:.3f}" for v in values)])
-    names = ["rank correlation", "chosen", "best", "median", "rank correlation with its own predictions"]
-    return markdown(["set", "networks", "evidence of", *names], lines)
+    return table(found["rows"])
 
 
 def structures(found: dict) -> str:

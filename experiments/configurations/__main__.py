@@ -32,8 +32,8 @@ Points = dict[str, dict]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
-    study = started("configurations", __doc__.splitlines()[0], arguments)
-    rows = Rows(study.results, {"quick": study.quick, "epochs": 1 if study.quick else study.epochs})
+    study = started("configurations", __doc__.splitlines()[0], arguments, epochs=10)
+    rows = Rows(study.results, {"quick": study.quick, "epochs": study.epochs})
     for make in (cifar10, fmnist):
         task = make(study)
         for method in (single(task.network), rescaled("temperature", [task.network], task.validation)):

@@ -64,17 +64,17 @@ def cifar10(study: Study) -> Task:
 
 def fmnist(study: Study) -> Task:
     """Return a CNN of 105,866 weights on Fashion-MNIST; unknown are MNIST and Kuzushiji-MNIST."""
-    n, test, outside, epochs = (600, 60, 40, 1) if study.quick else (20_000, TEST, OUTSIDE, study.epochs)
+    n, test, outside = (600, 60, 40) if study.quick else (20_000, TEST, OUTSIDE)
     (x, y), (new_x, new_y) = (_images(study, "fashion_mnist", part) for part in ("train", "test"))
     x, y, half = x[:n], y[:n], min(VALIDATION, test)
     torch.manual_seed(0)
     network = small_cnn()
 
     def run() -> dict[str, Tensor]:
-        train(network, x, y, steps=epochs * len(x) // 128, seed=0, batch=128)
+        train(network, x, y, steps=study.epochs * len(x) // 128, seed=0, batch=128)
         return dict(network.state_dict())
 
-    network.load_state_dict(study.cache.get(f"fmnist_epochs_{epochs}", run))
+    network.load_state_dict(study.cache.get(f"fmnist_epochs_{study.epochs}", run))
     kinds = (*(("last_layer", structure) for structure in PARTS["structure"]), ("subnetwork", "full"))
     kinds = (*kinds, ("all", "kron"), ("all", "diag"))  # the full structure of all weights would take 45 GB
     return Task(

@@ -37,7 +37,7 @@ QUICK = {"tasks": 3, "examples": 1000, "epochs": 5, "points": 20}
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
-    study = started("continual_limits", __doc__.splitlines()[0], arguments)
+    study = started("continual_limits", __doc__.splitlines()[0], arguments, seeds=1)
     rows = Rows(study.results, {"quick": QUICK} if study.quick else {"few": FEW})
     for seed in range(study.seeds):
         for name, variant in VARIANTS.items():

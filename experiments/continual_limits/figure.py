@@ -10,7 +10,10 @@ from matplotlib.figure import Figure
 
 
 def draw(found: Found, paper: list[float], path: Path) -> None:
-    """Write the figure: priors over weights as lines, those over functions dashed, the paper's dotted."""
+    """Write the figure: priors over weights as lines, those over functions dashed, the paper's black and dotted.
+
+    The prior per tensor is dotted, too: its line lies on that of `kron`.
+    """
     sizes = sorted({examples for examples, _ in found})
     fig = Figure(figsize=(1.5 + 4.8 * len(sizes), 4.4), layout="constrained")
     FigureCanvasAgg(fig)
@@ -18,7 +21,7 @@ def draw(found: Found, paper: list[float], path: Path) -> None:
     for axes, size in zip(fig.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
         for (examples, name), means in found.items():
             if examples == size:
-                style = "s--" if name.startswith("FROMP") else "o-"
+                style = "s--" if name.startswith("FROMP") else "D:" if "per tensor" in name else "o-"
                 colour = f"C{names.index(name)}"
                 axes.plot(range(1, len(means) + 1), means, style, ms=3, lw=1.2, color=colour, label=name)
         if size == max(sizes) and size == 60_000:

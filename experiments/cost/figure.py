@@ -19,11 +19,11 @@ def draw(rows: dict[str, dict], file: Path) -> None:
         methods = list(found["methods"])[::-1]
         for axes, (key, title) in zip(panels, COLUMNS.items(), strict=True):
             one = found["methods"]["MAP"][key] if key == "mb" else 1.0
-            values = [max(found["methods"][name][key] / one, 1.0) for name in methods]
+            values = [found["methods"][name][key] / one for name in methods]
             colours = ["#1b9e77" if "LA" in name else "#888888" for name in methods]
             axes.barh(methods, values, color=colours)
             for i, value in enumerate(values):
-                axes.text(value * 1.05, i, f"{value:.3f}" if value < 1.1 else f"{value:.1f}", va="center", fontsize=8)
+                axes.text(value * 1.05, i, f"{value:.3g}" if value >= 1.1 else f"{value:.3f}", va="center", fontsize=8)
             axes.set_xscale("log")
             axes.set(title=f"{TITLES[case]}: {title}", xlim=(0.9, 3 * max(values)), xlabel="times the network alone")
             axes.tick_params(labelsize=8)

@@ -13,7 +13,7 @@ from experiments.uq.methods import POSTERIORS
 from experiments.uq.shuffled import Shuffled
 from experiments.uq_mnist.data import digits
 from experiments.uq_mnist.networks import BATCH, lenet_with_dropout
-from experiments.uq_mnist.training import CYCLES, KEPT, cyclical, variational
+from experiments.uq_mnist.training import CYCLES, KEPT, cyclical, online, variational
 from torch import Tensor, nn
 
 from laplace import Laplace
@@ -38,6 +38,7 @@ def lenet_costs(folder: Folder, epochs: int, quick: bool) -> dict:
         "dropout": lambda: _epoch(lenet_with_dropout(), data),
         "SWAG": lambda: _swag(network, data, ITERATES),
         "VB": lambda: variational(network, data, 1, 0, 1),
+        "IVON": lambda: online(data, 1, 0, 1),
         "CSGHMC": lambda: cyclical(data, 1, 0),  # all cycles, of one epoch each
     }
     for name, (structure, curvature, _) in KINDS.items():
@@ -101,6 +102,7 @@ def _sources(
         ),
         "SWAG": Priced(swag, more["SWAG"], one + nbytes([swag.mean, swag.variance]) + deviations),
         "VB": Priced(Ensemble(drawn, "classification"), 1 + epochs * spent["VB"] / alone, 2 * one),
+        "IVON": Priced(Ensemble(drawn, "classification"), epochs * spent["IVON"] / alone, 2 * one),
         "CSGHMC": Priced(Ensemble(sampled, "classification"), epochs * spent["CSGHMC"] / alone, len(sampled) * one),
     }
 

@@ -12,6 +12,7 @@ features: it does not pay for the weights that made them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -30,28 +31,52 @@ SETS = ("energy", "concrete")
 DEPTHS, WIDTHS, ACTIVATIONS = (1, 2, 3), (5, 20, 50, 100), {"tanh": nn.Tanh, "relu": nn.ReLU}
 AUGMENTATIONS, COPIES = {"": 0.0, "-jitter": 0.1}, 4  # standard deviations of what is added to each copy
 SUBSETS = ("all", "last_layer")
+NAMES = {"all": "all weights", "last_layer": "last layer"}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
-    study = started("selection", __doc__.splitlines()[0], arguments)
+    study = started("selection", __doc__.splitlines()[0], arguments, seeds=3)
     steps = 50 if study.quick else 1500
     rows = Rows(study.results, {"steps": steps, "sets": list(SETS)})
     grid = list(product(AUGMENTATIONS, DEPTHS, WIDTHS, ACTIVATIONS))[:: 6 if study.quick else 1]
     for name, split, kind in product(SETS, range(study.seeds), grid):
         key = f"{name}/{split}/{kind[1]}-{kind[2]}-{kind[3]}{kind[0]}"
         rows.get(key, lambda name=name, split=split, kind=kind: measured(study, name, split, *kind, steps))
-    lines, points = [], {}
-    for name in SETS:
-        found = [row for key, row in rows.rows.items() if key.startswith(name)]
-        score = torch.tensor([row["log_likelihood"] for row in found])
-        for subset in SUBSETS:
-            evidence = torch.tensor([row[f"evidence_{subset}"] for row in found])
-            points[name, subset] = (evidence, score)
-            picked = [score[evidence.argmax()], score.max(), score.median()]
-            lines.append([name, subset, f"{spearman(evidence, score):.2f}", *(f"{float(s):.3f}" for s in picked)])
-    print(markdown(["set", "evidence of", "rank correlation", "chosen", "best", "median"], lines))
-    draw(points, study.results.with_suffix(".png"))
+    print(table(rows.rows))
+    draw(rows.rows, study.results.with_suffix(".png"))
+
+
+def table(rows: dict[str, dict]) -> str:
+    """Return how each evidence orders the networks, and what it chooses: means over the splits of each set."""
+    lines = []
+    for name, subset in product(SETS, SUBSETS):
+        found = []
+        for score, evidence, own in by_split(rows, name, subset):
+            picked = map(float, (score[evidence.argmax()], score.max(), score.median()))
+            found.append([spearman(evidence, score), *picked, spearman(evidence, own)])
+        if found:
+            means = [f"{sum(column) / len(found):.3f}" for column in zip(*found, strict=True)]
+            each = ", ".join(f"{values[0]:.2f}" for values in found)
+            lines.append([name, NAMES[subset], str(len(score)), *means[:1], each, *means[1:]])
+    names = [
+        "rank correlation",
+        "in each split",
+        "chosen",
+        "best",
+        "median",
+        "rank correlation with its own predictions",
+    ]
+    return markdown(["set", "evidence of", "networks", *names], lines)
+
+
+def by_split(rows: dict[str, dict], name: str, subset: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the test log-likelihood, the evidence and the log-likelihood of the subset's own predictions, by split."""
+    keys = ("log_likelihood", f"evidence_{subset}", f"log_likelihood_{subset}")
+    for split in sorted({key.split("/")[1] for key in rows if key.startswith(f"{name}/")}):
+        own = [row for key, row in rows.items() if key.startswith(f"{name}/{split}/")]
+        score, evidence, predicted = (torch.tensor([row[key] for row in own]) for key in keys)
+        yield score, evidence, predicted
 
 
 def measured(
@@ -96,15 +121,18 @@ def spearman(a: Tensor, b: Tensor) -> float:
     return float(ranks.corrcoef()[0, 1])
 
 
-def draw(points: dict[tuple[str, str], tuple[Tensor, Tensor]], file: Path) -> None:
-    """Write the figure: evidence against test log-likelihood."""
+def draw(rows: dict[str, dict], file: Path) -> None:
+    """Write the figure: evidence against test log-likelihood, all splits of a set in one panel."""
     fig = Figure(figsize=(4 * len(SETS), 3.4), layout="constrained")
     FigureCanvasAgg(fig)
     panels = fig.subplots(1, len(SETS), squeeze=False)[0]
     for axes, name in zip(panels, SETS, strict=True):
         for subset, colour in zip(SUBSETS, ("#1b9e77", "#d95f02"), strict=True):
-            evidence, score = points[name, subset]
-            axes.plot(evidence, score, "o", ms=4, color=colour, label=f"{subset}: {spearman(evidence, score):.2f}")
+            splits = list(by_split(rows, name, subset))
+            mean = sum(spearman(evidence, score) for score, evidence, _ in splits) / len(splits)
+            for i, (score, evidence, _) in enumerate(splits):
+                label = None if i else f"{NAMES[subset]}: {mean:.2f}"
+                axes.plot(evidence, score, "osD"[i % 3], ms=3.5, alpha=0.8, mew=0, color=colour, label=label)
         axes.set(title=name, xlabel="log evidence per example", ylabel="test log-likelihood")
         axes.legend(frameon=False, fontsize=8, title="rank correlation", title_fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)

@@ -26,12 +26,11 @@ CLASSIFIERS = {
     "films to products, fine-tuned": sentences.films_to_products_tuned,
     "queries": sentences.queries,
 }
-SEEDS = {"films to products, fine-tuned": 1, "queries": 1, "gaps": 1}  # at most: these take the longest
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
-    study = started("shift", __doc__.splitlines()[0], arguments)
+    study = started("shift", __doc__.splitlines()[0], arguments, seeds=3)
     sizes = QUICK if study.quick else Sizes()
     rows = Rows(study.results, {"sizes": vars(sizes)})
     for name, reads in tasks(study, sizes):
@@ -45,9 +44,8 @@ def tasks(study: Study, sizes: Sizes) -> Iterator[tuple[str, list[Callable[[], T
     """Yield the tasks under the names of their rows, 'task/seed'. A table with gaps is a task for every feature."""
     for seed in range(study.seeds):
         for name, read in CLASSIFIERS.items():
-            if seed < SEEDS.get(name, study.seeds):
-                yield f"{name}/{seed}", [partial(read, study.folder, study.cache, sizes, seed)]
-        for table in TABLES if seed < SEEDS["gaps"] else ():
+            yield f"{name}/{seed}", [partial(read, study.folder, study.cache, sizes, seed)]
+        for table in TABLES:
             features = gaps.features_of(study.folder, table, sizes)
             each = [partial(gaps.read, table, j, study.folder, study.cache, sizes, seed) for j in features]
             yield f"gaps, {table}/{seed}", each

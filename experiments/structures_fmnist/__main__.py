@@ -32,8 +32,8 @@ Labelled = tuple[Tensor, Tensor]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
-    study = started("structures_fmnist", __doc__.splitlines()[0], arguments)
-    n_train, n_test, epochs = (256, 64, 2) if study.quick else (20_000, 2000, study.epochs)
+    study = started("structures_fmnist", __doc__.splitlines()[0], arguments, seeds=3, epochs=8)
+    n_train, n_test, epochs = *((256, 64) if study.quick else (20_000, 2000)), study.epochs
     rows = Rows(study.results, {"train": n_train, "test": n_test, "epochs": epochs})
     train, test = (images(study, "fashion_mnist", part, n) for part, n in (("train", n_train), ("test", n_test)))
     outside = {name: images(study, name, "test", n_test)[0] for name in ("mnist", "kmnist")}

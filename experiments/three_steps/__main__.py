@@ -1,6 +1,6 @@
 """Figure 1 of the paper: the loss in the plane of the optimiser's path, the Gaussian at its end, and the predictions.
 
-    python -m experiments.three_steps [--quick] [--epochs E]
+    python -m experiments.three_steps [--quick]
 
 No data is needed. A small network is trained on a noisy sine with a gap. The plane is that of the two largest principal
 components of the path. Written are the shares of the path's variance in the plane, the standard deviations of the
@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     study = started("three_steps", __doc__.splitlines()[0], arguments, needs_data=False)
     steps, cells = (200, 9) if study.quick else (4000, 61)
+    rows = Rows(study.results, {"steps": steps, "cells": cells})
     torch.manual_seed(0)
     x, y = sine(60)
     path = trained(x, y, steps)
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         "band_in_gap_over_near_data": float(width[gap].mean() / width[inside].mean()),
         "log_evidence": round(float(la.log_marginal_likelihood()), 3),
     }
-    print(Rows(study.results, {"steps": steps, "cells": cells}).get("measured", lambda: measured))
+    print(rows.get("measured", lambda: measured))
     draw(path, plane, reach, within, (x, y), (new, found.mean, low, high), study.results.with_suffix(".png"))
 
 

@@ -27,7 +27,7 @@ from laplace.rivals import Ensemble, Mixture
 SINGLE = ("MAP", "temperature", *POSTERIORS)
 TOGETHER = ("ensemble", "ensemble temperature", *(f"mixture of {name}" for name in POSTERIORS))
 NAMES = (*(f"{name}/{layers}" for name in SINGLE for layers in LAYERS), *TOGETHER)
-WHOLE = (*SINGLE, "LA all weights evidence", "LA all weights calibrated", "SWAG")
+WHOLE = (*SINGLE, *whole.TUNED, "SWAG")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -51,10 +51,10 @@ def slow(study: Study) -> Table:
     sizes, n = (whole.QUICK, 400) if study.quick else (whole.Sizes(), None)
     path = study.results.with_name(study.results.name.replace("uq-cifar10", "uq-cifar10-whole"))
     rows = Rows(path, {"network": whole.LAYERS, "images": n, **vars(sizes)})
-    if WHOLE[-1] not in rows.rows:
-        for method, read_by in whole.methods(study.folder, study.cache, sizes, n):
+    if not all(name in rows.rows for name in WHOLE):
+        for method, read_by in whole.methods(study.folder, study.cache, sizes, n, rows.rows):
             rows.get(method.name, lambda method=method, read_by=read_by: _row(method, read_by))
-    table = {name: _scores(row) for name, row in rows.rows.items()}
+    table = {name: _scores(rows.rows[name]) for name in WHOLE}
     figure.draw(table, path.with_suffix(".png"))
     return table
 

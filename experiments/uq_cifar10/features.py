@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 LAYERS = (20, 32, 44, 56)
 SEVERITIES = (1, 2, 3, 4, 5)
+BATCH = 100  # small batches with the channels last: half the time of large ones with the channels first
 VALIDATION = 2000  # images of the test set, drawn with seed 42
 CENTRE, SCALE = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
@@ -54,7 +55,7 @@ class Seen:
 
 def seen_by(folder: Folder, cache: Cache, layers: int, sets: tuple[str, ...], n: int | None = None) -> Seen:
     """Run one network over all sets, or read what it saw."""
-    network = trained_resnet(layers, folder.model(f"cifar10_resnet{layers}"))
+    network = trained_resnet(layers, folder.model(f"cifar10_resnet{layers}")).to(memory_format=torch.channels_last)
     found, seconds = {}, {}
     for name in sets:
         kept = cache.get(f"resnet{layers}_{name}", _run(network, lambda name=name: images(folder, name, n)))
@@ -65,8 +66,8 @@ def seen_by(folder: Folder, cache: Cache, layers: int, sets: tuple[str, ...], n:
 
 def _run(network: ResNet, read: Callable[[], Tensor]) -> Callable[[], dict[str, Tensor]]:
     def make() -> dict[str, Tensor]:
-        x, start = read(), time.process_time()
-        seen = features(network, x)
+        x, start = read().contiguous(memory_format=torch.channels_last), time.process_time()
+        seen = features(network, x, BATCH)
         return {"features": seen, "seconds": torch.tensor(time.process_time() - start)}
 
     return make

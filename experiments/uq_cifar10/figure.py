@@ -16,6 +16,7 @@ STYLES = {  # Laplace's lines are solid
     "LA paper": ("#e6ab02", "-"),
     "LA* paper": ("#d95f02", "-"),
     "LA all weights evidence": ("#1f78b4", "-"),
+    "LA all weights": ("#a6761d", "-"),
     "LA all weights calibrated": ("#6a3d9a", "-"),
     "mixture of LA": ("#e7298a", "-"),
 }

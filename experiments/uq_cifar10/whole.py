@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from laplace.rivals import SWAG
 
 LAYERS = 20
 BATCH = 100
+TUNED = {"LA all weights evidence": "evidence", "LA all weights": "auto", "LA all weights calibrated": "calibrate"}
 Labelled = tuple[Tensor, Tensor]
 
 
@@ -64,24 +65,30 @@ class Pixels:
     outside: dict[str, Tensor]
 
 
-def methods(folder: Folder, cache: Cache, sizes: Sizes, n: int | None) -> Iterator[tuple[Method, Images | Pixels]]:
-    """Yield the methods of the last layer, then those of all weights, with what they read."""
+def methods(
+    folder: Folder, cache: Cache, sizes: Sizes, n: int | None, done: Container[str]
+) -> Iterator[tuple[Method, Images | Pixels]]:
+    """Yield the methods of the last layer, then those of all weights that are not done, with what they read."""
     seen = read(folder, cache, n, (LAYERS,), sizes.part)
     yield single(seen.networks[0]), seen
     yield rescaled("temperature", seen.networks, seen.validation), seen
     for method in posteriors(seen.networks[0], seen.train, seen.validation):
         yield method, seen
     pixels = _pixels(folder, sizes, n)
-    for method in _all_weights(pixels, sizes):
+    for method in _all_weights(pixels, sizes, done):
         yield method, pixels
+    if "SWAG" in done:
+        return
     begun, swag = time.process_time(), SWAG(pixels.network, "classification", sizes.iterates, sizes.draws)
     swag.run(Shuffled(pixels.train, sizes.between, 0, BATCH), n_iterates=sizes.iterates, lr=0.01)
     swag.draw(list(Shuffled(pixels.train, sizes.renewed, 0, BATCH)))
     yield Method("SWAG", swag, None, time.process_time() - begun), pixels
 
 
-def _all_weights(pixels: Pixels, sizes: Sizes) -> Iterator[Method]:
-    """Yield posteriors of all weights: kron with the sketched GGN, one backward pass per batch."""
+def _all_weights(pixels: Pixels, sizes: Sizes, done: Container[str]) -> Iterator[Method]:
+    """Yield posteriors of all weights that are not done: kron with the sketched GGN, one backward pass per batch."""
+    if all(name in done for name in TUNED):
+        return
     x, y = (t[: sizes.fitted] for t in pixels.train)
     batches, start = list(zip(x.split(BATCH), y.split(BATCH), strict=True)), time.process_time()
     with warnings.catch_warnings():
@@ -89,12 +96,14 @@ def _all_weights(pixels: Pixels, sizes: Sizes) -> Iterator[Method]:
         la = Laplace(pixels.network, "classification", "all", "kron", curvature="sketch")
         la.fit(batches, generator=torch.Generator().manual_seed(0))
         fitted = time.process_time() - start
-        for name in ("LA all weights evidence", "LA all weights calibrated"):
+        for name, how in TUNED.items():
+            if name in done:
+                continue
             own, start = copy.copy(la), time.process_time()
-            if name.endswith("calibrated"):
+            if how == "calibrate":
                 own.calibrate(tuple(t[: sizes.validation] for t in pixels.validation))
             else:
-                own.tune("prior_precision", method="evidence")
+                own.tune("prior_precision", method=how, train_loader=batches)  # copies do not keep their data
             found = {"prior_precision": float(own.prior_precision.reshape(-1)[0])}
             found["softmax_temperature"] = own.softmax_temperature
             yield Method(name, own, None, fitted + time.process_time() - start, found)

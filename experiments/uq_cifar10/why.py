@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
     study = started("uq_cifar10", __doc__.splitlines()[0], arguments)
     n = 400 if study.quick else None
-    images = read(study.folder, study.cache, n, (20,))
     rows = Rows(study.results.with_name(study.results.name.replace("uq-cifar10", "uq-cifar10-why")), {"images": n})
+    images = read(study.folder, study.cache, n, (20,))
     network = images.networks[0]
     rows.get("MAP", lambda: measured(single(network), images))
     rows.get("temperature", lambda: measured(rescaled("", [network], images.validation), images))

@@ -1,18 +1,17 @@
-"""LeNet on MNIST: Laplace beside nine rivals, on digits, rotated digits and images that are no such digits.
+"""LeNet on MNIST: Laplace beside its rivals, on digits, rotated digits and images that are no such digits.
 
     python -m experiments.uq_mnist --data DIR [--quick] [--seeds K] [--epochs E] [--cache DIR]
 
 DIR holds mnist.npz, fashion_mnist.npz, kmnist.npz and femnist_digits.npz (x_train, y_train, x_test, y_test: images of
-28 x 28). Variational Bayes needs bayesian-torch (pip install --no-deps bayesian-torch), cyclical SGHMC needs posteriors
-(the extra `experiments`). Networks are trained once and kept in the cache; results are kept as they are found.
+28 x 28). Variational Bayes needs bayesian-torch and IVON needs ivon-opt (pip install --no-deps bayesian-torch
+ivon-opt), cyclical SGHMC needs posteriors (the extra `experiments`); a rival without its library is left out. Networks
+are trained once and kept in the cache; results are kept as they are found.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from benchmarks.harm.networks import Network, features, lenet
@@ -21,20 +20,15 @@ from experiments.uq.columns import side_by_side
 from experiments.uq.methods import POSTERIORS, Method, posteriors, rescaled, single
 from experiments.uq.report import text
 from experiments.uq.scores import averaged, scores
-from experiments.uq.shuffled import Shuffled
 from experiments.uq.start import Rows, started
 from experiments.uq_mnist import figure
 from experiments.uq_mnist.data import ANGLES, Digits, digits, rotated
-from experiments.uq_mnist.networks import BATCH, lenet_with_dropout, trained
-from experiments.uq_mnist.training import cyclical, packed, unpacked, variational
+from experiments.uq_mnist.networks import trained
+from experiments.uq_mnist.rivals import LIBRARIES, by_draws, missing
 from torch import Tensor
 
-from laplace.rivals import SWAG, Ensemble, MCDropout, Mixture
+from laplace.rivals import Ensemble, Mixture
 
-RIVALS = {
-    "VB": ("bayesian_torch", "pip install --no-deps bayesian-torch"),
-    "CSGHMC": ("posteriors", "pip install posteriors"),
-}
 Labelled = tuple[Tensor, Tensor]
 
 
@@ -65,20 +59,22 @@ class Sets:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the study."""
-    study = started("uq_mnist", __doc__.splitlines()[0], arguments)
-    sizes, epochs = (QUICK, 1) if study.quick else (Sizes(), study.epochs)
+    study = started("uq_mnist", __doc__.splitlines()[0], arguments, seeds=3, epochs=5)
+    sizes, epochs = QUICK if study.quick else Sizes(), study.epochs
     found = images(digits(study.folder, sizes.train), sizes)
     rows = Rows(study.results, {"sizes": vars(sizes), "epochs": epochs})
-    for name in RIVALS:
-        if not _there(name):
-            print(f"{name} is left out, because {RIVALS[name][0]} is not installed: {RIVALS[name][1]}", flush=True)
+    for name in missing():
+        print(f"{name} is left out, because {LIBRARIES[name][0]} is not installed: {LIBRARIES[name][1]}", flush=True)
     cache = Cache(study.cache.folder / f"epochs_{epochs}")
-    for part, names in ((of_last_layers, _quick_names(sizes.members)), (by_draws, _slow_names())):
-        for seed in range(study.seeds):
-            if all(f"{name}/{seed}" in rows.rows for name in names):
-                continue  # nothing is fitted to find that all rows are there
-            for method, sets in part(found, cache, sizes, epochs, seed):
+    for seed in range(study.seeds):
+        if not all(f"{name}/{seed}" in rows.rows for name in _names(sizes.members)):
+            for method, sets in of_last_layers(found, cache, sizes, epochs, seed):
                 rows.get(f"{method.name}/{seed}", lambda method=method, sets=sets: _row(method, sets))
+    for seed in range(study.seeds):
+        first = seed * sizes.members
+        rivals = by_draws(found.train, cache, epochs, seed, first, sizes.draws, sizes.iterates)
+        for name, make in rivals.items():
+            rows.get(f"{name}/{seed}", lambda make=make: _row(make(), found))
     names = dict.fromkeys(key.split("/")[0] for key in rows.rows)
     table = {name: averaged([_scores(rows.rows[f"{name}/{s}"]) for s in range(study.seeds)]) for name in names}
     figure.draw(table, study.results.with_suffix(".png"))
@@ -131,38 +127,9 @@ def of_last_layers(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: in
         yield Method(f"mixture of {name}", mixture, found[0].link, seconds).after(together), last
 
 
-def by_draws(sets: Sets, cache: Cache, sizes: Sizes, epochs: int, seed: int) -> Iterator[tuple[Method, Sets]]:
-    """Yield the rivals that run the whole network once for each draw. SWAG and VB begin at the trained network."""
-    first = seed * sizes.members
-    start = trained(cache, f"lenet_{first}", lenet, sets.train, epochs, first)
-    dropped = trained(cache, f"dropout_{seed}", lenet_with_dropout, sets.train, epochs, seed)
-    yield Method("MC dropout", MCDropout(dropped.network, "classification", sizes.draws)).after(dropped.seconds), sets
-    begun, swag = time.process_time(), SWAG(start.network, "classification", rank=sizes.iterates, n_samples=sizes.draws)
-    quarter = Shuffled(sets.train, len(sets.train[0]) // 4, seed, BATCH)
-    swag.run(quarter, n_iterates=sizes.iterates, lr=0.01)
-    yield Method("SWAG", swag.draw()).after(start.seconds + time.process_time() - begun), sets
-    if _there("VB"):
-        begin, draws = start.network, sizes.draws
-        kept = cache.get(f"vb_{seed}", lambda: packed(*variational(begin, sets.train, epochs, seed, draws)))
-        drawn, seconds = unpacked(kept)
-        yield Method("VB", Ensemble(drawn, "classification")).after(start.seconds + seconds), sets
-    if _there("CSGHMC"):
-        sampled, seconds = unpacked(cache.get(f"csghmc_{seed}", lambda: packed(*cyclical(sets.train, epochs, seed))))
-        yield Method("CSGHMC", Ensemble(sampled, "classification")).after(seconds), sets
-
-
-def _quick_names(members: int) -> list[str]:
+def _names(members: int) -> list[str]:
     together = [f"DE-{members}", f"DE-{members} temperature", *(f"mixture of {name}" for name in POSTERIORS)]
     return ["MAP", "temperature", *POSTERIORS, *together]
-
-
-def _slow_names() -> list[str]:
-    return ["MC dropout", "SWAG", *filter(_there, RIVALS)]
-
-
-def _there(method: str) -> bool:
-    """Whether the library of a rival is installed."""
-    return find_spec(RIVALS[method][0]) is not None
 
 
 def _row(method: Method, sets: Sets) -> dict:

@@ -13,6 +13,7 @@ STYLES = {  # Laplace's lines are solid
     "MC dropout": ("#1f78b4", ":"),
     "SWAG": ("#66c2e8", ":"),
     "VB": ("#b15928", ":"),
+    "IVON": ("#33a02c", ":"),
     "CSGHMC": ("#6a3d9a", ":"),
     "LA": ("#1b9e77", "-"),
     "LA paper": ("#e6ab02", "-"),
