@@ -2,6 +2,8 @@
 
     python benchmarks/memory_of_ranks.py --out benchmarks/results/memory_of_ranks.json
 
+All cases take some minutes. With --cases and --ranks, only those rows of the file are measured again.
+
 Each rank is a process of its own. What counts is by how much its memory grows at the most, from just before the
 `Laplace` object is made to the end of the work: fit, evidence, and the variances of 8 inputs. That is the peak
 (`resource.getrusage`, ru_maxrss), which Linux sets back to the present memory before. So neither torch itself nor the
@@ -68,7 +70,7 @@ def factors(shard: bool) -> tuple[Any, int]:
     return work, 0
 
 
-def network(subset: str, shard: bool) -> tuple[Any, int]:
+def network(subset: str, shard: bool, factors: bool = False) -> tuple[Any, int]:
     """Fit a large network's last layer, adapters or all weights. Return the work, and the bytes that the rank holds."""
     make = Adapted if subset == "adapters" else lambda side: nn.Linear(side, side)
     model = nn.Sequential(*[layer for _ in range(LAYERS) for layer in (make(WIDE), nn.Tanh())], nn.Linear(WIDE, 3))
@@ -83,8 +85,9 @@ def network(subset: str, shard: bool) -> tuple[Any, int]:
 
     def work() -> None:
         la = Laplace(model, "classification", "last_layer" if subset == "last layer" else "all", "diag")
-        la.fit(DataLoader(data, 16, sampler=ShardSampler(data)), group=group)
+        la.fit(DataLoader(data, 16, sampler=ShardSampler(data)), group=group, shard_factors=factors)
         with together(group):
+            la.log_marginal_likelihood()
             la.predict(data.tensors[0][:8], diagonal_output=True)
 
     local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
@@ -98,7 +101,9 @@ CASES: dict[str, Any] = {
     "fully_shard, last layer": lambda: network("last layer", True),
     "plain network, adapters": lambda: network("adapters", False),
     "fully_shard, adapters": lambda: network("adapters", True),
+    "plain network, all weights, diag": lambda: network("all", False),
     "fully_shard, all weights, diag": lambda: network("all", True),
+    "fully_shard, all weights, diag, shard_factors=True": lambda: network("all", True, True),
 }
 
 
@@ -150,7 +155,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in args.cases:
         for size in args.ranks:
             if size == 1 and ("shard" in name):
@@ -159,9 +164,12 @@ def main() -> None:
             rows.append({"case": name, "ranks": size, "grown": grown, "network": held})
             listed = ", ".join(f"{each / 1e6:.0f}" for each in grown)
             beside = f" beside {held / 1e6:.0f} MB of the network" if held else ""
-            print(f"{name:<32}{size:>3} ranks  {listed} MB{beside}", flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            print(f"{name:<52}{size:>3} ranks  {listed} MB{beside}", flush=True)
+            if args.out is not None:
+                before = json.loads(args.out.read_text()) if args.out.exists() else []
+                new = {(row["case"], row["ranks"]): row for row in [*before, *rows]}
+                order = sorted(new, key=lambda key: ([*CASES].index(key[0]), key[1]))
+                args.out.write_text(json.dumps([new[key] for key in order], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -143,3 +144,45 @@ class SmallTransformer(nn.Module):
             x = x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
             x = x + down(F.gelu(up(x)))
         return self.head(x.mean(1))
+
+
+def gpt(width: int = 768, depth: int = 6, outputs: int = 4, every: bool = False, vocabulary: int = 5000) -> nn.Module:
+    """A GPT over up to 64 tokens, in eval mode: (N, T) -> (N, outputs) from the last token, or (N, T, outputs).
+
+    46 million weights as it stands. The head is not tied to the embedding.
+    """
+    return GPT(width, depth, outputs, every, vocabulary).eval()
+
+
+class GPT(nn.Module):
+    """Blocks of causal attention and an MLP of four times the width, each after a LayerNorm and added to its input."""
+
+    def __init__(self, width: int, depth: int, outputs: int, every: bool, vocabulary: int, length: int = 64) -> None:
+        super().__init__()
+        self.every = every  # whether all tokens have outputs, or only the last one
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(GPTBlock(width, width // 64) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, outputs, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:  # (N, T) -> (N, T, outputs) or (N, outputs)
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x if self.every else x[:, -1]))
+
+
+class GPTBlock(nn.Module):
+    """One block, with separate layers for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (N, T, D) -> (N, T, D)
+        h = self.norm1(x)
+        q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
