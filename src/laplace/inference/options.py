@@ -84,9 +84,12 @@ def set_enable_backprop(la: Runs, value: bool) -> None:
 
 def frame(la: Runs) -> Frame:
     """Return how inputs are read, for predictions."""
-    spec, fit = la.runner.spec, getattr(getattr(la, "values", None), "fit", None)
+    spec, values = la.runner.spec, getattr(la, "values", None)
+    fit = None if values is None else values.fit
     spread = fit is not None and fit.owners is not None
-    return Frame(spec.keys, spec.class_dim, spec.budget, la.runner.enable_backprop, spec.structure.functional, spread)
+    doubt = None if values is None or fit is None else spec.likelihood.doubt_of_noise(fit.data, values.sigma)
+    functional = spec.structure.functional
+    return Frame(spec.keys, spec.class_dim, spec.budget, la.runner.enable_backprop, functional, spread, doubt)
 
 
 def warn_once(la: Runs, key: str, message: str) -> None:

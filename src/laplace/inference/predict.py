@@ -195,6 +195,8 @@ def predict(
     pred_type = pred_type_named(pred_type, frame.functional)
     link, how = response.link_of(link_approx)
     draws = _draws(source, source.n_outputs or 1, n_samples, 2, generator)
+    if frame.doubt is not None:
+        source.warn_once("noise", frame.doubt)
     progress = flag_or_none(progress_bar, "progress_bar")
     if diagonal_output is not None:
         diagonal_output = flag(diagonal_output, "diagonal_output")

@@ -63,6 +63,7 @@ class Frame:
         enable_backprop: Whether gradients flow from predictions to the inputs.
         functional: Whether this is a distribution over functions, without weights to draw.
         spread: Whether the posterior's factors are on several processes, which must predict the same inputs together.
+        doubt: What a prediction with observation noise warns of.
     """
 
     keys: Keys
@@ -71,6 +72,7 @@ class Frame:
     enable_backprop: bool = False
     functional: bool = False
     spread: bool = False
+    doubt: str | None = None
 
 
 @dataclass

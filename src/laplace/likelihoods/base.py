@@ -207,6 +207,10 @@ class Likelihood(Response):
         """Return c(sigma), the factor from the curvature at unit noise to the curvature at noise sigma."""
         return torch.ones_like(sigma)
 
+    def doubt_of_noise(self, sums: Sums, sigma: Tensor) -> str | None:
+        """Return why predictions with the noise sigma will mislead, judged by the sums of the training data, if so."""
+        return None
+
     def check_outputs(self, f: Tensor) -> None:
         """Refuse outputs whose shape this likelihood cannot use."""
         if f.dim() != 2:

@@ -20,6 +20,9 @@ from laplace.linalg.sampling import Draws, normals_by_example
 from laplace.predictive.outputs import lower_root
 from laplace.predictive.response import Latent, Outputs, Response
 
+_START = 1.0  # the noise of a regression that was neither given one nor tuned
+_FAR = 3.0  # by this factor, residuals of the training data may differ from that noise before predictions warn
+
 
 class Gaussian(Likelihood):
     """Regression, N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C), or (N,) if C is 1.
@@ -105,6 +108,18 @@ class Gaussian(Likelihood):
 
     def curvature_scale(self, curvature: str, sigma: Tensor) -> Tensor:
         return sigma.pow(-4) if curvature == "ef" else sigma.pow(-2)
+
+    def doubt_of_noise(self, sums: Sums, sigma: Tensor) -> str | None:
+        """Doubt a noise that nobody has set, if the residuals of the training data are far from it."""
+        if not self.tunes_noise or float(sigma) != _START:
+            return None
+        residual = float((2 * sums["loss"] / sums["count"]).sqrt())
+        if 1 / _FAR <= residual / _START <= _FAR:
+            return None
+        return (
+            f"sigma_noise is {_START:g}, its starting value, but the training data is off by about {residual:.2g}: "
+            f"intervals will be too {'narrow' if residual > _START else 'wide'}. Call la.tune(), or set la.sigma_noise."
+        )
 
     def with_noise(self, sigma: Tensor) -> tuple[Likelihood, Tensor]:
         if sigma.numel() == 1:
