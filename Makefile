@@ -65,6 +65,7 @@ clean:  ## Remove the environment, caches, the built documentation and what the 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --no-compile -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --no-compile -q -c constraints.txt --no-deps bayesian-torch  # it asks for torchvision, and runs without
 	@touch $@
 
 $(DOCS): $(STAMP)

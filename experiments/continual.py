@@ -173,7 +173,9 @@ class Results:
         return self.states / f"{method}.pt"
 
     def save(self) -> None:
-        whole = {"settings": self.settings, "paper_after_ten_tasks": PAPER, "methods": self.methods}
+        spent = sum(row["cpu_seconds"] for rows in self.methods.values() for row in rows)
+        whole = {"settings": self.settings, "paper_after_ten_tasks": PAPER, "cpu_seconds": round(spent, 1)}
+        whole |= {"methods": self.methods}
         self.path.write_text(json.dumps(whole, indent=1) + "\n")
 
     def table(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,19 +11,26 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Rows:
-    """Rows of a table under their names, written as they are found; other settings begin a new file."""
+    """Rows of a table under their names, written as they are found; other settings begin a new file.
+
+    The CPU seconds of all runs that added rows are written beside them; not where rows were found without.
+    """
 
     def __init__(self, name: str, settings: dict) -> None:
         RESULTS.mkdir(exist_ok=True)
         self.path, self.settings, self.rows = RESULTS / f"{name}.json", settings, {}
+        self.before: float | None = 0.0
         if self.path.exists() and (found := json.loads(self.path.read_text()))["settings"] == settings:
-            self.rows = found["rows"]
+            self.rows, self.before = found["rows"], found.get("cpu_seconds")
+        self.begun = time.process_time()
 
     def get(self, name: str, make: Callable[[], dict]) -> dict:
         """The row of that name, made if it is not there."""
         if name not in self.rows:
             self.rows[name] = make()
-            self.path.write_text(json.dumps({"settings": self.settings, "rows": self.rows}, indent=1) + "\n")
+            spent = time.process_time() - self.begun
+            known = {} if self.before is None else {"cpu_seconds": round(self.before + spent, 1)}
+            self.path.write_text(json.dumps({"settings": self.settings, **known, "rows": self.rows}, indent=1) + "\n")
             print(name, {k: round(v, 3) if isinstance(v, float) else v for k, v in self.rows[name].items()}, flush=True)
         return self.rows[name]
 

@@ -38,7 +38,7 @@ def table(folder: Path) -> str:
         whole = f"{sum(known):,.0f}" if len(known) == len(files) else "not recorded"
         lines.append([name, next(iter(files.values())), whole, f"{quick[name]:.0f}"])
         total += sum(known)
-    lines.append(["all", "", f"{total:,.0f} where recorded", f"{sum(quick[name] for name in STUDIES):.0f}"])
+    lines.append(["all", "", f"{total:,.0f}", f"{sum(quick[name] for name in STUDIES):.0f}"])
     return markdown(["study", "repeated", "CPU seconds", "CPU seconds with --quick"], lines)
 
 
