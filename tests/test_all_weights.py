@@ -10,7 +10,7 @@ import torch
 import oracle
 from laplace import Laplace
 from laplace.errors import LaplaceWarning, NumericalError, UnsupportedError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from networks import cut
 from zoo import ZOO, build
 

@@ -12,7 +12,8 @@ from exact import assert_close
 from laplace import Laplace
 from laplace.errors import InputError
 from laplace.network.batch_merging import Group, gathered
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 from networks import cut
 from zoo import ZOO, build
 

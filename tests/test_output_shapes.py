@@ -14,7 +14,7 @@ import oracle
 from laplace import Laplace, marglik_training
 from laplace.errors import InputError, LaplaceWarning, ModelError, OptionError, UnsupportedError
 from laplace.likelihoods import Categorical
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from networks import Tagger
 
 pytestmark = pytest.mark.filterwarnings("ignore:the best prior precision", "ignore:of head.weight")

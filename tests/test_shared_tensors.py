@@ -10,7 +10,7 @@ import oracle
 from exact import assert_close, close_in_blocks, labels
 from laplace import Laplace
 from laplace.errors import InputError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.sharing import Sharing
 from traps import inputs, seeded
 

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from laplace import Laplace
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.posterior.task_prior import CurvedPrior
 from laplace.predictive.queries import Joint
 

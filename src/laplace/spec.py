@@ -22,7 +22,7 @@ from laplace.checks import choice, did_you_mean, shown, unchanged, whole_number
 from laplace.curvature import CURVATURES, GGN, Drawn, Estimator
 from laplace.errors import ArgumentError, ModelError, OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.network.batches import Keys
+from laplace.network.inputs import Keys
 from laplace.predictive.positions import class_dim_of
 from laplace.priors.gaussian import Prior
 from laplace.structures import STRUCTURES, Structure

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from laplace import Laplace
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 
 KRONECKER = ("kron", "ekfac", "diag", "inf", "block")
 

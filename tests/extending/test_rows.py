@@ -11,7 +11,7 @@ from torch import nn
 import oracle
 from laplace import Laplace
 from laplace.errors import MemoryBudgetError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.structures import Block, BlockDiagonal, BlockGaussian, RowCovariance
 from laplace.testing import StructureConformance
 from zoo import build

@@ -13,7 +13,7 @@ import oracle
 from exact import assert_close
 from laplace import Laplace
 from laplace.backprop.asked import EACH_OUTPUT
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from networks import LogitsOnly, cut, head_names, make
 from zoo import ZOO, build
 

@@ -12,7 +12,7 @@ import oracle
 from exact import assert_close
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from networks import cut, head_names, make
 from zoo import build
 

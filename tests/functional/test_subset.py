@@ -14,7 +14,7 @@ from laplace.backprop.activations import Stored
 from laplace.backprop.outer import Outer
 from laplace.curvature import OutputCurvature
 from laplace.errors import InputError, MemoryBudgetError, OptionError, UnsupportedError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.structures.functional import GP, Nystrom
 from laplace.structures.functional.subset import Subset
 from laplace.weights import Layout

@@ -27,7 +27,8 @@ from laplace.likelihoods import (
     from_log_prob,
 )
 from laplace.linalg.sampling import Draws
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 from laplace.predictive import OutputGaussian
 
 F64 = torch.float64

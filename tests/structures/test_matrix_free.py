@@ -462,7 +462,7 @@ def test_variances_of_many_weights_are_refused():
 
 
 def _inputs(x: Tensor):
-    from laplace.network.batches import Inputs
+    from laplace.network.inputs import Inputs
 
     return Inputs(x)
 

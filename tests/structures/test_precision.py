@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import oracle
 from exact import labels
 from laplace import Laplace
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from networks import cut
 
 BOUNDS = {1e-6: 2e-2, 1e-2: 3e-5, 1.0: 3e-6, 1e4: 1e-6}  # prior precision: error; the first is that of H itself

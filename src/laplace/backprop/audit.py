@@ -26,7 +26,7 @@ from laplace.backprop.sending import sent_back
 from laplace.backprop.uses import Use
 from laplace.errors import ModelError, quiet
 from laplace.linalg.autocast import rounding
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.sharded import kind_of
 from laplace.weights.layout import Layout
 

@@ -21,7 +21,7 @@ from laplace.linalg.symmetric import gram
 from laplace.predictive.positions import Positions
 
 if TYPE_CHECKING:
-    from laplace.network.batches import Inputs
+    from laplace.network.inputs import Inputs
 
 
 class Basis:

@@ -22,7 +22,7 @@ from laplace.backprop.uses import EVERY
 from laplace.budget import Budget
 from laplace.errors import ModelError
 from laplace.linalg.output_curvature import OutputCurvature
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.predictive.positions import Positions
 from laplace.weights.last_layer import FoundLastLayer, asked, close, is_output, last_of, positions_picked
 from laplace.weights.pointwise import Pointwise

@@ -31,7 +31,7 @@ from laplace.budget import Budget
 from laplace.errors import ModelError, quiet
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import gram, in_sums, precise_gram
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.pieces import whole
 from laplace.predictive.positions import Positions
 from laplace.weights.selection import Selection

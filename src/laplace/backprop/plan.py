@@ -21,7 +21,7 @@ from laplace.backprop.record import Recorded
 from laplace.backprop.sending import sent_back
 from laplace.backprop.uses import Use, combined
 from laplace.errors import LaplaceError, ModelError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.weights.layout import Layout
 
 MANY = 32  # examples without strays, from which on the number of examples no longer matters

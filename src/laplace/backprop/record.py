@@ -15,7 +15,7 @@ from laplace.backprop.arrangement import is_float, version
 from laplace.backprop.graph import Leaves, next_number
 from laplace.backprop.layers.base import Kept, Room, Rule
 from laplace.errors import ModelError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.pieces import present
 from laplace.network.pytree import map_tensors, tensors_in
 

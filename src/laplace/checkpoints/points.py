@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
 from laplace.network.digests import Digest
+from laplace.network.inputs import Inputs
 
 
 def digest_of(parts: Iterable[Batch]) -> str:

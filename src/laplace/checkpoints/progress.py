@@ -24,8 +24,9 @@ from laplace.distributed import Reduce, alone
 from laplace.errors import CheckpointError, InputError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
 from laplace.network import digests
-from laplace.network.batches import Batch, Inputs, device_of
+from laplace.network.batches import Batch, device_of
 from laplace.network.digests import Digest
+from laplace.network.inputs import Inputs
 from laplace.network.pytree import map_tensors
 from laplace.posterior import schema
 from laplace.weights import FoundLastLayer, Selection, Subnetwork

@@ -18,7 +18,8 @@ from laplace.errors import InputError, LaplaceError, NumericalError, Unsupported
 from laplace.inference.runner import Runner
 from laplace.inference.source import Fitted
 from laplace.inference.values import Holder, Values
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 from laplace.network.replica import plain_name, unwrap
 from laplace.posterior import schema
 from laplace.posterior.posterior import Fit, Posterior

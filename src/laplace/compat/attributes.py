@@ -18,7 +18,7 @@ from laplace.compat.kept_factors import factors_of
 from laplace.compat.matrix import Kron
 from laplace.errors import UnsupportedError
 from laplace.laplace import FURTHER, Laplace
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.predictive.mixtures import joined
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.queries import Covariances, Joint, Variances

@@ -13,9 +13,9 @@ from laplace.inference.predict import predict
 from laplace.inference.source import Source
 from laplace.likelihoods.base import check_range, class_indices, shaped_like_outputs
 from laplace.network.arrays import as_tensors
-from laplace.network.batches import Keys
 from laplace.network.datasets import loader_of
 from laplace.network.graphs import is_graph, labels_in
+from laplace.network.inputs import Keys
 from laplace.network.loaders import ArrayBatches, dataloader_of, is_pair
 from laplace.network.progress import with_bar
 from laplace.predictive.prediction import Prediction

@@ -12,7 +12,7 @@ from laplace.errors import InputError, UnsupportedError
 from laplace.inference.predict import call, functional_samples
 from laplace.inference.source import Source, n_outputs_at
 from laplace.linalg.autocast import plainly
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 
 RULES: Final = ("thompson", "ucb", "greedy")
 

@@ -25,7 +25,8 @@ from laplace.linalg.sampling import Keyed, rows_keyed, seed_from
 from laplace.linalg.shared_sums import share_equal_rows, sums_from
 from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
 from laplace.network.batch_merging import Group, gathered
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
 from laplace.posterior.schema import require_forms, require_sums
 from laplace.structures import STRUCTURES, Pass, Structure, Sums

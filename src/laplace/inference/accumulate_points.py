@@ -12,7 +12,7 @@ from laplace.backprop.gradients import Forward
 from laplace.errors import UnsupportedError
 from laplace.inference.accumulate import Accumulator
 from laplace.likelihoods.base import Targets
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
 from laplace.structures import Sums
 from laplace.structures.functional.points import Points

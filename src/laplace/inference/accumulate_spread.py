@@ -23,7 +23,7 @@ from laplace.distributed.ranks import Form, Ranks, agreed
 from laplace.errors import UnsupportedError
 from laplace.inference.accumulate import Accumulator, add_to
 from laplace.linalg.symmetric import GramRows, gram
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
 from laplace.structures import Pass, Structure, Sums
 from laplace.structures.base import Contribution

@@ -20,7 +20,8 @@ from laplace.likelihoods.base import Likelihood, Targets
 from laplace.likelihoods.bernoulli import Multilabel
 from laplace.likelihoods.categorical import Categorical
 from laplace.likelihoods.gaussian import Gaussian
-from laplace.network.batches import MASK, Batch, Inputs, logits
+from laplace.network.batches import Batch
+from laplace.network.inputs import MASK, Inputs, logits
 from laplace.network.replica import replicate
 from laplace.predictive.positions import Positions
 

@@ -24,8 +24,9 @@ from laplace.inference.predict_shards import in_step, parts_in_order, same_draws
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws
-from laplace.network.batches import Inputs, given_by_name, prediction_batches
+from laplace.network.batches import given_by_name, prediction_batches
 from laplace.network.datasets import is_shuffled
+from laplace.network.inputs import Inputs
 from laplace.predictive.links import Link
 from laplace.predictive.mixtures import Outputs, averaged, joined
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite

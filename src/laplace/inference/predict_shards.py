@@ -12,8 +12,8 @@ from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard
 from laplace.errors import InputError
 from laplace.linalg.sampling import Draws, seed_from
-from laplace.network.batches import Inputs
 from laplace.network.digests import Digest
+from laplace.network.inputs import Inputs
 from laplace.predictive.mixtures import Outputs, joined
 from laplace.predictive.positions import Positions
 from laplace.predictive.reshape import Reshaper

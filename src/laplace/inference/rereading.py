@@ -19,7 +19,8 @@ from laplace.inference.runner import Runner
 from laplace.likelihoods.base import Targets
 from laplace.linalg.autocast import plain
 from laplace.linalg.sampling import Keyed, normals_by_example, rows_keyed
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
 
 _RESTARTS: Final = 20  # give up on a network that behaves differently in each of so many readings of the data

@@ -29,7 +29,8 @@ from laplace.inference.own_loss import compare
 from laplace.inference.ready import Ready, ReadyEngine
 from laplace.inference.targets import check_finite
 from laplace.linalg.autocast import rounding
-from laplace.network.batches import Batch, Inputs, described, device_of, training_batches
+from laplace.network.batches import Batch, device_of, training_batches
+from laplace.network.inputs import Inputs, described
 from laplace.network.kept import replicate_to_keep
 from laplace.network.pieces import is_stand_in
 from laplace.network.pytree import map_tensors, tensors_in

@@ -19,7 +19,7 @@ from laplace.inference.linearised import contrasted, linearised, sampled, with_p
 from laplace.inference.runner import Runner
 from laplace.likelihoods import Likelihood
 from laplace.linalg.sampling import Draws
-from laplace.network.batches import Inputs, Keys
+from laplace.network.inputs import Inputs, Keys
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.mixtures import Outputs
 from laplace.predictive.outputs import OutputGaussian, OutputSamples

@@ -15,7 +15,8 @@ from laplace.backprop.gradients import Forward
 from laplace.checks import all_finite, how_many
 from laplace.errors import InputError
 from laplace.likelihoods.base import Likelihood, Targets
-from laplace.network.batches import MASK, Batch
+from laplace.network.batches import Batch
+from laplace.network.inputs import MASK
 from laplace.predictive.positions import Positions
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace.linalg.autocast import rounding
-from laplace.network.batches import Inputs
 from laplace.network.graphs import is_graph
+from laplace.network.inputs import Inputs
 from laplace.network.replica import replicate
 from laplace.network.watching import is_unwatched
 

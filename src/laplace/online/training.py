@@ -17,7 +17,8 @@ from laplace.distributed import Reduce, alone
 from laplace.errors import CheckpointError, InputError, LaplaceError, NumericalError, within
 from laplace.inference.targets import checked, labelled_rows
 from laplace.laplace import Laplace
-from laplace.network.batches import Batch, Inputs, device_of
+from laplace.network.batches import Batch, device_of
+from laplace.network.inputs import Inputs
 from laplace.network.progress import bar
 from laplace.online.schedule import Schedule
 from laplace.posterior.schema import require_alike

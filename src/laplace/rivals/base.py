@@ -16,7 +16,8 @@ from laplace.errors import warn
 from laplace.inference import predict as predicting
 from laplace.inference.source import Answer, Frame, Part
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.network.batches import Inputs, Keys, device_of
+from laplace.network.batches import device_of
+from laplace.network.inputs import Inputs, Keys
 from laplace.predictive.positions import class_dim_of
 from laplace.predictive.queries import Query
 from laplace.rivals.rescaling import Rescaled as Rescaled

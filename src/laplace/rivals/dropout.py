@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from laplace.checks import how_many, whole_number
 from laplace.errors import ModelError
 from laplace.likelihoods import Likelihood
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.replica import replicate, require_values
 from laplace.rivals.base import Options
 from laplace.rivals.ensemble import weights_of

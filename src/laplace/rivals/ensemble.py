@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from laplace.checks import shown
 from laplace.errors import OptionError
 from laplace.likelihoods import Likelihood
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.replica import replicate, require_values
 from laplace.rivals.base import Options
 from laplace.rivals.members import Members

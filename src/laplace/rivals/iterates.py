@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from laplace.errors import InputError, NumericalError, within
 from laplace.inference.targets import labelled_rows
 from laplace.likelihoods import Likelihood
-from laplace.network.batches import Keys, training_batches
+from laplace.network.batches import training_batches
+from laplace.network.inputs import Keys
 from laplace.network.replica import replicate
 from laplace.predictive.positions import Positions
 from laplace.weights.selection import trainable_of

@@ -12,7 +12,8 @@ from laplace.errors import InputError, within
 from laplace.inference.source import FEWER, Answer, Part
 from laplace.inference.targets import check_finite
 from laplace.linalg.sampling import Draws
-from laplace.network.batches import Inputs, device_of
+from laplace.network.batches import device_of
+from laplace.network.inputs import Inputs
 from laplace.network.sharing import Sharing
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.positions import Positions

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from laplace.errors import InputError, OptionError
 from laplace.inference.source import Answer, Frame, Part, Source, scaled_outputs
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.predictive.mixtures import OutputMixture, Outputs, joined
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
 from laplace.predictive.positions import Positions

@@ -20,7 +20,8 @@ from laplace.checks import how_many, one_positive, whole_number
 from laplace.errors import InputError, ModelError, NotFittedError, OptionError
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
-from laplace.network.batches import Inputs, training_batches
+from laplace.network.batches import training_batches
+from laplace.network.inputs import Inputs
 from laplace.network.loaders import dataloader_of
 from laplace.network.replica import replicate, require_values
 from laplace.rivals.base import Options

@@ -16,7 +16,7 @@ from laplace.errors import ModelError, OptionError, UnsupportedError
 from laplace.inference.predict import predict
 from laplace.linalg.autocast import plainly
 from laplace.linalg.tracing import is_plain
-from laplace.network.batches import Keys, logits
+from laplace.network.inputs import Keys, logits
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.reshape import PredictionAtPositions

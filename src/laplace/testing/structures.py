@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from laplace.backprop import Forward, Jacobian
 from laplace.errors import LaplaceWarning, UnsupportedError
 from laplace.laplace import Laplace
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit, added
 from laplace.priors.gaussian import GaussianPrior
 from laplace.structures import Gaussian, Structure

@@ -31,7 +31,8 @@ from laplace.errors import InputError, ModelError, NumericalError, UnsupportedEr
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.linalg.autocast import plainly
 from laplace.linalg.symmetric import cholesky
-from laplace.network.batches import Inputs, Keys, device_of, prediction_batches
+from laplace.network.batches import device_of, prediction_batches
+from laplace.network.inputs import Inputs, Keys
 from laplace.network.replica import replicate
 from laplace.network.sharing import Sharing
 from laplace.tuning.units import Chain, widening

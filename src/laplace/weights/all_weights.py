@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.weights.layout import Layout
 from laplace.weights.selection import Selection, Subset, trainable_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.errors import ModelError, OptionError, UnknownNameError, warn
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.replica import replicate, unwrap
 from laplace.network.sharded import settle
 from laplace.weights.layout import Layout

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from laplace.checks import options_of, written
 from laplace.errors import ModelError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.pieces import detached, whole
 from laplace.network.replica import plain_name, unwrap
 from laplace.weights.last_layer import FoundLastLayer

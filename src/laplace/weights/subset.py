@@ -8,7 +8,7 @@ from torch import nn
 
 from laplace.checks import choice, shown
 from laplace.errors import ArgumentError, OptionError
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.weights.all_weights import All
 from laplace.weights.last_layer import REDUCTIONS, FoundLastLayer, find_last_layer
 from laplace.weights.named import GLOB, Named, matches, nearest

@@ -138,7 +138,7 @@ class WholeNetwork(Generic):
 
     def uses(self, call: Call, keys: list[str], gs: list[Tensor], reduce: bool, first: bool) -> dict[str, Use]:
         network: nn.Module = call.module
-        inputs = call.kwargs["inputs"]  # laplace.network.batches.Inputs
+        inputs = call.kwargs["inputs"]  # laplace.network.inputs.Inputs
         parameters = {key: whole(network.get_parameter(key)).detach() for key in keys}
         values = inputs.tensors()
         dims = [0 if own else None for own in inputs.own(call.n)]  # None: shared by all examples

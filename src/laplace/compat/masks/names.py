@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from laplace.compat.masks.base import SubnetMask
 from laplace.errors import InputError, OptionError
-from laplace.network.batches import Keys, training_batches
+from laplace.network.batches import training_batches
+from laplace.network.inputs import Keys
 from laplace.network.replica import plain_name, unwrap
 from laplace.network.sharing import Sharing
 from laplace.weights.last_layer import find_last_layer

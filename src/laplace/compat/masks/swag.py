@@ -16,7 +16,7 @@ from laplace.checks import one_positive, whole_number
 from laplace.compat.masks.base import ScoreMask
 from laplace.errors import InputError, NumericalError
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.network.batches import Keys
+from laplace.network.inputs import Keys
 from laplace.rivals.iterates import Moments, iterates
 
 

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 
 _ROW = 8  # bytes of an example's digest
 

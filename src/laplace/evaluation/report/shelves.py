@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laplace.errors import InputError
 from laplace.evaluation.report.answers import Answers
-from laplace.network.batches import Inputs
+from laplace.network.inputs import Inputs
 from laplace.network.pytree import tensors_in
 
 KEPT: Final = 6  # examples on each shelf

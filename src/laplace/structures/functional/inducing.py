@@ -20,7 +20,8 @@ from laplace.backprop.gradients import Engine
 from laplace.backprop.uses import Use
 from laplace.errors import InputError
 from laplace.linalg.symmetric import cholesky
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 from laplace.structures.functional.kernel import cross
 from laplace.structures.functional.points import Points
 

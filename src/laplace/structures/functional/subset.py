@@ -17,7 +17,8 @@ from laplace.errors import InputError
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.sampling import Keyed, uniforms
 from laplace.network.batch_merging import gathered
-from laplace.network.batches import Batch, Inputs
+from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 from laplace.structures.functional.points import Points
 
 Vectors = Callable[[OutputCurvature, float], Tensor]
