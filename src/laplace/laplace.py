@@ -21,7 +21,7 @@ from laplace.checks import did_you_mean, flag
 from laplace.conformal import calls as conformalising
 from laplace.curvature import Estimator
 from laplace.errors import OptionError, UnknownAttributeError
-from laplace.inference import continual, inspection, options
+from laplace.inference import continual, drawing, inspection, options
 from laplace.inference import predict as predicting
 from laplace.inference import values as holding
 from laplace.inference.attributes import holds, reads
@@ -228,10 +228,10 @@ class Laplace:
     warn_once = options.warn_once
     __call__ = predicting.call
     predict = predicting.predict
-    functional_samples = predicting.functional_samples
-    predictive_samples = predicting.predictive_samples
+    functional_samples = drawing.functional_samples
+    predictive_samples = drawing.predictive_samples
     preference = predicting.preference
-    sample = predicting.sample
+    sample = drawing.sample
     tune = tuning.tune
     calibrate = calibrating.calibrate
     optimize_prior_precision = tuning.optimize_prior_precision

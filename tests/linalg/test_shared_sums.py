@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.inference.accumulate import add_to
+from laplace.inference.sums import add_to
 from laplace.linalg.symmetric import GramRows, GramSum
 
 DIMS = [3, 70, 520]  # narrow, collected over batches, kept as a triangle

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from laplace.checks import choice, generator_or_none, one_positive
 from laplace.errors import InputError, UnsupportedError
-from laplace.inference.predict import call, functional_samples
+from laplace.inference.drawing import functional_samples
+from laplace.inference.predict import call
 from laplace.inference.source import Source, n_outputs_at
 from laplace.linalg.autocast import plainly
 from laplace.network.inputs import Inputs

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from laplace.checks import generator_or_none, whole_number
 from laplace.errors import UnsupportedError
-from laplace.inference.predict import functional_samples, pred_type_named
+from laplace.inference.arguments import pred_type_named
+from laplace.inference.drawing import functional_samples
 from laplace.inference.source import Source
 from laplace.linalg.sampling import seed_from
 

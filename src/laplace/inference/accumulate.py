@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,23 +13,25 @@ from torch import Tensor
 from laplace.backprop import Network
 from laplace.backprop.gradients import Engine, Forward, Moments, is_absent
 from laplace.backprop.plan import Learned
-from laplace.budget import Budget, in_bytes
+from laplace.budget import Budget
 from laplace.curvature import Estimator, OutputCurvature
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import Shard, places
-from laplace.errors import FormChangedError, InputError, NumericalError, UnsupportedError, within
-from laplace.inference.reads import ABSENT, Read, changed_form, require_each_once
+from laplace.errors import FormChangedError, InputError, UnsupportedError, within
+from laplace.inference.progress import Progress
+from laplace.inference.reads import Form, Read, changed_form, require_each_once
+from laplace.inference.sums import add_to, as_tensor, forms_of, require_finite_sums, require_memory
 from laplace.inference.targets import counted
 from laplace.likelihoods.base import Likelihood, Targets
 from laplace.linalg.sampling import Keyed, rows_keyed, seed_from
-from laplace.linalg.shared_sums import share_equal_rows, sums_from
-from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
+from laplace.linalg.shared_sums import sums_from
+from laplace.linalg.symmetric import GramSum
 from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch
 from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
 from laplace.posterior.schema import require_forms, require_sums
-from laplace.structures import STRUCTURES, Pass, Structure, Sums
+from laplace.structures import Pass, Structure, Sums
 from laplace.structures.dealing import dealt_out
 from laplace.weights.layout import Layout
 
@@ -50,36 +52,6 @@ _STATE = (
 )
 UNKNOWN = -1  # how many examples an earlier run gave, if another rank remembers its totals
 _HELD = 2**23  # how many numbers to collect before their moments are computed
-
-
-class Progress(Protocol):
-    """Stores the partial sums of a fit, so that an interrupted fit can continue.
-
-    Attributes:
-        every: the number of batches between two writes.
-    """
-
-    every: int
-
-    def restart(self) -> None:
-        """Forget what was read: a new run over the data begins."""
-        ...
-
-    def resumed(self) -> dict[str, Any] | None:
-        """Return the state that an interrupted fit left, if there is one."""
-        ...
-
-    def unread(self, batches: Iterable[Batch], run: Callable[[Inputs], Any]) -> Iterator[Batch]:
-        """Yield the batches that are not in the sums yet."""
-        ...
-
-    def trusting(self) -> AbstractContextManager[None]:
-        """Turn errors into those of a damaged file, while values that an interrupted fit left are used."""
-        ...
-
-    def counted(self, batches: Sequence[Batch], sums: Callable[[], dict[str, Any]]) -> None:
-        """Note that these batches are in the sums now."""
-        ...
 
 
 class Accumulator:
@@ -114,7 +86,7 @@ class Accumulator:
         self.pass_: Pass = structure
         self._before: Sums = {}
         self._n_before = 0
-        self._forms: list[tuple[str, tuple[int, ...]]] = []
+        self._forms: list[Form] = []
         self._restarts = self._readings = 0  # complete readings of the data before this one
         self._runs = 0  # how many of them are in the sums before this run
         self._state = None if generator is None else generator.get_state()
@@ -244,16 +216,16 @@ class Accumulator:
         with torch.no_grad(), self._trusting():
             used = set().union(*(read.used for read in reads))
             found = self._finished_sums(used)
-            _require_finite(found | self.data, self._like.dtype)
+            require_finite_sums(found | self.data, self._like.dtype)
             found, self.data = self._reduced(found, self.data)
             made = self._from_points()
-            _require_finite(made, self._like.dtype)
+            require_finite_sums(made, self._like.dtype)
             self.totals = self.pass_.finish(self._before, found | made)
 
     def _finished_sums(self, used: set[str]) -> Sums:
         """Return the sums of this run over the data, with zeros of tensors that no rank has used."""
         add_to(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
-        return {key: _tensor(value, self._like) for key, value in self.sums.items()}
+        return {key: as_tensor(value, self._like) for key, value in self.sums.items()}
 
     def _reduced(self, sums: Sums, data: Sums) -> tuple[Sums, Sums]:
         """Return both kinds of sums over all ranks, in one reduction."""
@@ -476,78 +448,20 @@ class Accumulator:
         add_to(self.sums, {key: value for key, value in part.items() if key not in waiting})
         self._zeros = {**waiting, **self._zeros}
 
+    def _require_memory(self, moments: Moments, like: Tensor) -> None:
+        """Refuse sums that do not fit into memory."""
+        require_memory(self.structure, moments, self.layout, self.budget, like)
+
     def _notice_forms(self, moments: Moments) -> None:
-        """Refuse a tensor whose gradients are outer products in one batch but not in another: such sums do not add."""
-        forms = [
-            ABSENT if is_absent(m) else (m.form, tuple(m.factors) if m.form == "kron" else ())
-            for m in moments.parameters
-        ]
-        if self._forms:
-            before = [(form, tuple(factors)) for form, factors in self._forms]
-            forms = [old if new == ABSENT else new for old, new in zip(before, forms, strict=True)]
-            pairs = zip(self.layout.names, before, forms, strict=True)
-            changed = [name for name, old, new in pairs if old not in (new, ABSENT)]
-        else:
-            changed = []
+        """Begin again if a batch uses a tensor in another way than the batches before."""
+        self._forms, changed = forms_of(moments, self._forms, self.layout.names)
         if changed:
-            self._forms = forms
             raise FormChangedError(
                 f"a later batch used {', '.join(changed[:3])} in another way than the first (examples without a fixed "
                 "number of rows?), and this loader can be read only once. Give a DataLoader or a list of batches."
             )
-        self._forms = forms
-
-    def _require_memory(self, moments: Moments, like: Tensor) -> None:
-        """Refuse a structure that does not fit into memory, and name those that do."""
-        needed = self.structure.memory(moments, self.layout, like.element_size())
-        if self.budget.has(needed, like.device):
-            return
-        able = {name: make for name, make in STRUCTURES.items() if make.scattered or not self.layout.scattered}
-        others = {name: make().memory(moments, self.layout, like.element_size()) for name, make in able.items()}
-        fitting = [f"{name!r} ({in_bytes(n)})" for name, n in others.items() if self.budget.has(n, like.device)]
-        self.budget.refuse(
-            needed,
-            like.device,
-            f"hessian_structure={self.structure.name!r} of {self.layout.n_params:,} weights",
-            f"What would fit: {', '.join(fitting) or 'no structure; take fewer weights'}.",
-        )
 
 
 def _alike(f: Tensor, other: Tensor) -> bool:
     """Return whether two outputs are equal up to rounding."""
     return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
-
-
-def add_to(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> None:
-    """Add the contributions of a batch to sums."""
-    added = share_equal_rows(total, part)
-    for key, value in part.items():
-        so_far = total.get(key)
-        if isinstance(value, GramRows) and isinstance(so_far, Tensor):
-            value = gram(value.rows).unsqueeze(0)  # a batch with one position after others with several
-        if isinstance(so_far, GramSum):
-            if isinstance(value, GramRows):
-                added.once(so_far, value)
-            elif isinstance(value, Tensor):
-                so_far.add_gram(value.squeeze(0))
-        elif so_far is None:
-            total[key] = in_sums(value, copy=True) if isinstance(value, Tensor) else value
-        else:
-            total[key] += value
-
-
-def _require_finite(sums: Sums, dtype: torch.dtype) -> None:
-    """Refuse sums with an overflow or a gradient that does not exist."""
-    bad = [key for key, value in sums.items() if not value.sum().isfinite() and not value.isfinite().all()]
-    if bad:
-        raise NumericalError(
-            f"the sums over the data hold NaN or infinite values in {', '.join(bad[:3])}; all outputs are finite. "
-            "A product has overflowed, or the network has no derivative at some example (a root of 0, say). Scale the "
-            f"inputs and labels to about 1{or_double(dtype)}."
-        )
-
-
-def _tensor(total: Tensor | GramSum | float, like: Tensor) -> Tensor:
-    if isinstance(total, GramSum):
-        return total.flush().unsqueeze(0)
-    return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device=like.device)

@@ -21,7 +21,8 @@ from laplace.curvature import GGN
 from laplace.distributed.buckets import add_up
 from laplace.distributed.ranks import Form, Ranks, agreed
 from laplace.errors import UnsupportedError
-from laplace.inference.accumulate import Accumulator, add_to
+from laplace.inference.accumulate import Accumulator
+from laplace.inference.sums import add_to
 from laplace.linalg.symmetric import GramRows, gram
 from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit

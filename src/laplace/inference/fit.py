@@ -17,10 +17,11 @@ from laplace.distributed.shards import Shard
 from laplace.distributed.together import joined
 from laplace.errors import InputError, UnsupportedError, within
 from laplace.inference import shared
-from laplace.inference.accumulate import Accumulator, Progress
+from laplace.inference.accumulate import Accumulator
 from laplace.inference.accumulate_points import SubsetAccumulator
 from laplace.inference.accumulate_spread import SpreadAccumulator, require_spreadable
 from laplace.inference.coverage import coverage_of
+from laplace.inference.progress import Progress
 from laplace.inference.rereading import Rereading
 from laplace.inference.runner import Runner, dims_of
 from laplace.network.batches import Batch

@@ -1,43 +1,41 @@
-"""Predict with any source of outputs: `la(x)`, `la.predict(x)` and the samples.
+"""Predict with any source of outputs: `la(x)`, `la.predict(x)`, `la.preference(a, b)`.
 
 Inputs run in chunks, and the results are joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, flag, flag_or_none, generator_or_none, shown, whole_number
+from laplace.checks import flag, flag_or_none
 from laplace.distributed import OWN, Group, alone, reduce_over
 from laplace.distributed.groups import Unsaid
 from laplace.distributed.shards import Shard, shard_of
 from laplace.distributed.together import joined as joined_ranks
-from laplace.errors import InputError, NumericalError, OptionError, UnsupportedError, within
-from laplace.inference.linearised import through_link
+from laplace.errors import InputError, UnsupportedError, within
+from laplace.inference.arguments import FEW_DRAWS, chosen_outputs, draws_asked, pred_type_named
+from laplace.inference.drawing import joined_draws
+from laplace.inference.linked import linked, needed_by
 from laplace.inference.one_input import at_one_input
 from laplace.inference.predict_shards import in_step, parts_in_order, same_draws
-from laplace.inference.source import FEWER, Answer, Fitted, Part, Source, n_outputs_at, scaled_outputs
+from laplace.inference.source import Answer, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws
 from laplace.network.batches import given_by_name, prediction_batches
 from laplace.network.datasets import is_shuffled
 from laplace.network.inputs import Inputs
 from laplace.predictive.links import Link
-from laplace.predictive.mixtures import Outputs, averaged, joined
+from laplace.predictive.mixtures import Outputs, joined
 from laplace.predictive.outputs import OutputGaussian, OutputSamples, require_finite
-from laplace.predictive.positions import Positions
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.queries import Contrasts, Covariances, Functions, Joint, Query, Variances, with_covariances
 from laplace.predictive.reshape import PredictionAtPositions, Reshaper
 from laplace.predictive.response import Response
 from laplace.spec import refuse_unknown_keywords
 
-_FEW_DRAWS = 1000  # so many draws are not checked: they fit into memory if the outputs do
 _MAX_COVARIANCE = 32  # with more outputs than this, `predict` computes covariances only if asked to
 
 
@@ -105,17 +103,17 @@ def call(
     (link, how), sampled = response.link_of(link_approx, as_in_paper=True), pred_type == "nn"
     inputs, shape = Inputs.of(x, model_kwargs, frame.keys), Reshaper()
     n_outputs = n_outputs_at(source, inputs)
-    draws = _draws(source, n_outputs, n_samples, 2 if sampled and not link else 1, generator)
+    draws = draws_asked(source, n_outputs, n_samples, 2 if sampled and not link else 1, generator)
     joint, diagonal_output = flag(joint, "joint"), flag(diagonal_output, "diagonal_output")
     if joint and (link or sampled):
         raise UnsupportedError(
             "joint=True is for regression with pred_type='glm'. Otherwise write functional_samples(x)."
         )
-    chosen = _chosen(source, n_outputs, outputs, bool(link) or sampled)
+    chosen = chosen_outputs(source, n_outputs, outputs, bool(link) or sampled)
     with torch.set_grad_enabled(frame.enable_backprop):
         if sampled:
             parts = scaled_outputs(source, inputs, Functions(draws, exact=True))
-            samples = response.inverse_link(_samples(parts, shape))
+            samples = response.inverse_link(joined_draws(parts, shape))
             samples = require_finite(samples, "the mean of the draws", 1)
             return shape(samples.mean(0)) if link else (shape(samples.mean(0)), shape(samples.var(0)))
         if joint:
@@ -125,8 +123,8 @@ def call(
             assert whole.outputs.covariance is not None
             return whole.outputs.mean[0], whole.outputs.covariance[0]
         if how is not None:
-            parts = shape.watch(scaled_outputs(source, inputs, _needed(how, diagonal_output)))
-            return shape(torch.cat([_linked(source, link, how, part, draws, diagonal_output) for part in parts]))
+            parts = shape.watch(scaled_outputs(source, inputs, needed_by(how, diagonal_output)))
+            return shape(torch.cat([linked(source, link, how, part, draws, diagonal_output) for part in parts]))
         answer = Answer(frame.budget, "Take fewer inputs at a time, or diagonal_output=True.")
         need = Variances(chosen) if diagonal_output else Covariances(chosen)
         out = joined([part.outputs for part in shape.watch(scaled_outputs(source, inputs, need, answer))])
@@ -186,7 +184,7 @@ def predict(
         and group is OWN
         and not model_kwargs
         and type(n_samples) is int
-        and 2 <= n_samples <= _FEW_DRAWS
+        and 2 <= n_samples <= FEW_DRAWS
     ):
         found = at_one_input(source, x, link_approx)
         if found is not None:
@@ -195,7 +193,7 @@ def predict(
     frame, response = source.frame, source.likelihood.response
     pred_type = pred_type_named(pred_type, frame.functional)
     link, how = response.link_of(link_approx)
-    draws = _draws(source, source.n_outputs or 1, n_samples, 2, generator)
+    draws = draws_asked(source, source.n_outputs or 1, n_samples, 2, generator)
     if frame.doubt is not None:
         source.warn_once("noise", frame.doubt)
     progress = flag_or_none(progress_bar, "progress_bar")
@@ -229,7 +227,7 @@ def predict(
                         draws.generator.set_state(state)  # the same draws of the weights for every batch
                     here = Reshaper()
                     drawn = scaled_outputs(source, inputs, Functions(draws, exact=True), answer)
-                    samples = OutputSamples(_samples(drawn, here))
+                    samples = OutputSamples(joined_draws(drawn, here))
                     shape.add(here)
                     parts.append((samples, response.inverse_link(samples.samples).mean(0) if link else None))
                     continue
@@ -237,7 +235,7 @@ def predict(
                     independent = n_outputs_at(source, inputs) > _MAX_COVARIANCE and not needed
                 need = need or _wanted(response, independent)
                 for part in shape.watch(scaled_outputs(source, inputs, need, answer), further=True):
-                    mean = None if how is None else _linked(source, link, how, part, draws, independent)
+                    mean = None if how is None else linked(source, link, how, part, draws, independent)
                     parts.append((part.outputs, mean))
         if apart:
             parts, shape = parts_in_order(parts, shape, shard, reduce)
@@ -248,89 +246,6 @@ def predict(
             raise InputError("the inputs to predict on hold no example.")
         p = torch.cat([p for _, p in parts if p is not None]) if link else None
         return shape.prediction(response.prediction(outputs, p, source.noise_level, link, draws))
-
-
-@refuse_unknown_keywords
-@plainly
-def functional_samples(
-    source: Source,
-    /,
-    x: Any = None,
-    pred_type: str = "glm",
-    n_samples: int = 100,
-    diagonal_output: bool = False,
-    generator: torch.Generator | None = None,
-    **model_kwargs: Any,
-) -> Tensor:  # (S, N, C)
-    """Draw the outputs f, before the softmax temperature and the link.
-
-    One draw of the weights is used for all inputs, so each draw is a smooth function of x.
-
-    Args:
-        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
-        pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
-        n_samples: How many draws.
-        diagonal_output: With 'glm', whether to draw every output independently instead.
-        generator: The random generator. torch's global one by default.
-        **model_kwargs: Passed on to the network.
-
-    Returns:
-        (n_samples, N, C), or n_samples in front of the network's own shape.
-
-    Raises:
-        NotFittedError: `fit` was not called yet.
-        UnsupportedError: 'nn' with a posterior over functions.
-        MemoryBudgetError: the draws would not fit into memory.
-    """
-    x, model_kwargs = given_by_name(x, model_kwargs)
-    frame = source.frame
-    pred_type = pred_type_named(pred_type, frame.functional)
-    draws = _draws(source, source.n_outputs or 1, n_samples, 1, generator)
-    diagonal_output = flag(diagonal_output, "diagonal_output")
-    inputs, shape = Inputs(x, model_kwargs, frame.keys), Reshaper()
-    with torch.set_grad_enabled(frame.enable_backprop):
-        if diagonal_output and pred_type == "glm":
-            answer = Answer(frame.budget, FEWER, each=draws.n)
-            parts = [part.outputs for part in shape.watch(source.outputs(inputs, Variances(), answer))]
-            drawn = torch.cat(list(joined(parts).draws(replace(draws, apart=True))), 1)
-        else:
-            drawn = _samples(source.outputs(inputs, Functions(draws, exact=pred_type == "nn")), shape)
-        return shape(drawn, lead=1)
-
-
-@refuse_unknown_keywords
-def predictive_samples(
-    source: Source,
-    /,
-    x: Any = None,
-    pred_type: str = "glm",
-    n_samples: int = 100,
-    diagonal_output: bool = False,
-    generator: torch.Generator | None = None,
-    **model_kwargs: Any,
-) -> Tensor:  # (S, N, C)
-    """Draw the parameters of the predictive: outputs f for regression, class probabilities, or rates of counts.
-
-    Args:
-        x: A tensor, a mapping, or a tuple of inputs. A mapping may come by name instead: `**batch`.
-        pred_type: 'glm' linearises the network at its weights. 'nn' runs the network with the drawn weights.
-        n_samples: How many draws.
-        diagonal_output: With 'glm', whether to draw every output independently.
-        generator: The random generator. torch's global one by default.
-        **model_kwargs: Passed on to the network.
-
-    Returns:
-        (n_samples, N, C), or n_samples in front of the network's own shape.
-
-    Raises:
-        NotFittedError: `fit` was not called yet.
-        UnsupportedError: 'nn' with a posterior over functions.
-        MemoryBudgetError: the draws would not fit into memory.
-    """
-    drawn = functional_samples(source, x, pred_type, n_samples, diagonal_output, generator, **model_kwargs)
-    f = OutputSamples(drawn).scaled(1 / source.softmax_temperature).samples
-    at = Positions.of(f[0], source.frame.class_dim)
-    return at.shaped(source.likelihood.response.inverse_link(at.rows(f, lead=1)), lead=1)
 
 
 @refuse_unknown_keywords
@@ -362,57 +277,13 @@ def preference(
             f"preference(a, b) compares rewards; this posterior is for {likelihood.name!r}. Write "
             "Laplace(model, 'reward_modeling')."
         )
-    draws = _draws(source, source.n_outputs or 1, n_samples, 1, torch.Generator().manual_seed(0))
+    draws = draws_asked(source, source.n_outputs or 1, n_samples, 1, torch.Generator().manual_seed(0))
     inputs, shape = Inputs.paired(b, a, model_kwargs, source.frame.keys), Reshaper()
     link = likelihood.link_named(link_approx)
     how = likelihood.links[link]
     with torch.set_grad_enabled(source.frame.enable_backprop):
         parts = shape.watch(scaled_outputs(source, inputs, how.needs()))
-        return shape.each(torch.cat([_linked(source, link, how, part, draws) for part in parts]).squeeze(1))
-
-
-@refuse_unknown_keywords
-@plainly
-@torch.no_grad()
-def sample(la: Fitted, /, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:  # (S, P)
-    """Draw the uncertain weights from the posterior.
-
-    Args:
-        n_samples: How many draws, S.
-        generator: The random generator. torch's global one by default.
-
-    Returns:
-        (S, P), in the order of `la.mean`.
-
-    Raises:
-        NotFittedError: `fit` was not called yet.
-        UnsupportedError: the posterior is over functions and has no weights.
-        MemoryBudgetError: the draws would not fit into memory.
-    """
-    n_samples = whole_number(n_samples, "n_samples")
-    mean = la.posterior.fit.mean
-    la.runner.spec.budget.require(
-        2 * n_samples * mean.nbytes,
-        mean.device,
-        f"{n_samples:,} draws of {len(mean):,} weights",
-        "Ask for fewer at a time.",
-    )
-    return mean + la.posterior.gaussian.drawn(n_samples, mean, generator_or_none(generator))
-
-
-def pred_type_named(name: str, functional: bool) -> str:
-    """Return 'glm', the linearised network, or 'nn', the network itself. For functions, 'gp' means 'glm'."""
-    word = str(getattr(name, "value", name))
-    if word == "gp" and not functional:
-        raise UnsupportedError(
-            "pred_type='gp' is for a posterior over functions; this one is over weights. Write 'glm' or 'nn'."
-        )
-    if word == "nn" and functional:
-        raise UnsupportedError(
-            "pred_type='nn' draws weights; this is a posterior over functions. Write pred_type='glm' (or 'gp', the "
-            "same), or take hessian_structure='full', 'kron' or 'diag'."
-        )
-    return "glm" if word == "gp" else choice(name, ["glm", "nn"], "pred_type")
+        return shape.each(torch.cat([linked(source, link, how, part, draws) for part in parts]).squeeze(1))
 
 
 def _wanted(response: Response, independent: bool) -> Query:
@@ -420,82 +291,3 @@ def _wanted(response: Response, independent: bool) -> Query:
     if response.only_differences:
         return Contrasts(covariances=not independent, beside=True)
     return Variances() if independent else Covariances()
-
-
-def _draws(source: Source, n_outputs: int, n_samples: Any, least: int, generator: Any) -> Draws:
-    """Return how many draws, and their generator. Refuse more than fit into memory for a single input."""
-    draws = Draws(whole_number(n_samples, "n_samples", least), generator_or_none(generator))
-    if draws.n > _FEW_DRAWS:
-        like, c = source.noise_level, n_outputs
-        needed = 4 * like.element_size() * draws.n * c
-        source.frame.budget.require(needed, like.device, f"{draws.n:,} draws of {c:,} outputs", FEWER)
-    return draws
-
-
-def _samples(parts: Iterable[Part], shape: Reshaper) -> Tensor:  # (S, N, C)
-    """Join draws of whole functions at consecutive inputs."""
-    out = joined([part.outputs for part in shape.watch(parts)])
-    assert isinstance(out, OutputSamples)
-    return out.samples
-
-
-def _linked(
-    source: Source, name: str, link: Link, part: Part, draws: Draws, independent: bool = False
-) -> Tensor:  # (N, K)
-    """Return the mean of the inverse link at some inputs."""
-
-    def through(outputs: OutputGaussian) -> Tensor:
-        p, outside = through_link(link, outputs, draws)
-        if outside:
-            source.warn_once(
-                "simplex",
-                f"the {name} approximation left the simplex for {outside} of {len(p)} inputs (its variances are "
-                "too large); clipped and renormalised. link_approx='probit' and 'mc' have no such limit.",
-            )
-        _require_own_mean(p, len(outputs.mean), name)
-        return p
-
-    outputs = part.outputs.marginals() if independent else part.outputs
-    return require_finite(averaged(outputs, through, source.likelihood.response.inverse_link), f"the mean of {name}")
-
-
-def _needed(link: Link, independent: bool) -> Query:
-    """Return the query of a link; only variances if the outputs are to be treated as independent."""
-    need = link.needs()
-    return Variances() if independent and need != Contrasts() else need
-
-
-def _require_own_mean(p: Any, n: int, name: str) -> None:
-    """Refuse a result of the user's link that is not a mean: a shape other than (N, K), or NaN."""
-    if name != "own link":
-        return
-    if not isinstance(p, Tensor) or p.dim() != 2 or len(p) != n:
-        came = tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__
-        raise OptionError(f"the link in link_approx= returned {came}; one row per input, ({n}, K), is needed.")
-    if not p.isfinite().all():
-        raise NumericalError("the link in link_approx= returned NaN or infinite values for a finite mean and variance.")
-
-
-def _chosen(source: Source, n_outputs: int, outputs: Any, refused: bool) -> Tensor | None:
-    """Return the indices of the wanted outputs. None means all."""
-    if outputs is None and refused:
-        return None
-    located = range(n_outputs)[source.likelihood.response.location_outputs(n_outputs)]
-    n = len(located)
-    if outputs is None:
-        return None if n == n_outputs else torch.tensor(located)
-    try:
-        index = torch.as_tensor(outputs).reshape(-1)
-    except (TypeError, ValueError, RuntimeError):
-        index = torch.empty(0)
-    if (
-        refused
-        or index.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-        or not len(index)
-        or int(index.min()) < 0
-        or int(index.max()) >= n
-    ):
-        raise OptionError(
-            f"outputs={shown(outputs)} must be indices from 0 to {n - 1}, for regression with pred_type='glm'."
-        )
-    return index.long()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from laplace.budget import Budget
 from laplace.checks import one_positive, positive
 from laplace.errors import warn
+from laplace.inference import drawing
 from laplace.inference import predict as predicting
 from laplace.inference.source import Answer, Frame, Part
 from laplace.likelihoods import Likelihood, likelihood_named
@@ -153,8 +154,8 @@ class Rival(ABC):
 
     __call__ = predicting.call
     predict = predicting.predict
-    functional_samples = predicting.functional_samples
-    predictive_samples = predicting.predictive_samples
+    functional_samples = drawing.functional_samples
+    predictive_samples = drawing.predictive_samples
     preference = predicting.preference
 
     def __getstate__(self: Self) -> dict[str, Any]:

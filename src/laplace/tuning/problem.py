@@ -15,7 +15,7 @@ from laplace.checks import LARGEST, choice, shown, unchanged, whole_number
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import divided_by
 from laplace.errors import InputError, OptionError, UnsupportedError, within
-from laplace.inference.predict import pred_type_named
+from laplace.inference.arguments import pred_type_named
 from laplace.inference.runner import Runner
 from laplace.inference.shared import divided
 from laplace.likelihoods import Targets
