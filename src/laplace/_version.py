@@ -1,3 +1,3 @@
-"""The version of this package."""
+"""Hold the version of this package."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The command `laplace`: its arguments. Run by `laplace_command`, before the library is imported."""
+"""Define the arguments of the command `laplace`. Run by `laplace_command`, before the library is imported."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors that are not empty are the same memory."""
+    """Return whether two contiguous tensors that are not empty are the same memory."""
     places = [(t.data_ptr(), t.shape, t.dtype) for t in (one, other)]
     return places[0] == places[1] and one.numel() > 0
 

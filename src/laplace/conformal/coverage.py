@@ -75,7 +75,7 @@ class CoverageTest:
 
     @property
     def holds(self) -> bool:
-        """Whether the coverage is not significantly too low: a p-value of at least 0.01."""
+        """Return whether the coverage is not significantly too low: a p-value of at least 0.01."""
         return self.p_value >= 0.01
 
     def __str__(self) -> str:

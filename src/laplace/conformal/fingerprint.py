@@ -20,7 +20,7 @@ class Fingerprint:
         self.value, self._seen = digest_of(source), _state(source)
 
     def fits(self, source: Source) -> bool:
-        """Whether the source is as remembered."""
+        """Return whether the source is as remembered."""
         state = _state(source)
         if state is not None and self._seen is not None and state[0] is self._seen[0] and state[1] == self._seen[1]:
             return True

@@ -166,7 +166,7 @@ def score(
 
 
 def _is_regression(la: Source) -> bool:
-    """Whether y is real. Refuse likelihoods that are neither regression nor one of several classes."""
+    """Return whether y is real. Refuse likelihoods that are neither regression nor one of several classes."""
     likelihood = la.likelihood
     if isinstance(likelihood, (OneOfSeveral, Bernoulli)):
         return False

@@ -1,4 +1,4 @@
-"""The Gaussian of the outputs for one posterior and one run of the network, and draws from it."""
+"""Compute the Gaussian of the outputs for one posterior and one run of the network, and draws from it."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def close(loss: Tensor, other: Tensor, exactly: bool = False) -> bool:
 
 
 def _is_compared(likelihood: Likelihood) -> bool:
-    """Whether networks usually return the loss of such a likelihood. Other likelihoods differ from it on purpose."""
+    """Return whether networks usually return the loss of such a likelihood. Others differ from it on purpose."""
     kinds = Categorical, Multilabel, Gaussian
     return isinstance(likelihood, kinds) and not likelihood.further and not likelihood.pairs
 
@@ -156,7 +156,7 @@ def _smoothing(loss: Tensor, f: Tensor, y: Tensor, own: OwnLoss) -> float | None
 
 
 def _weighs_classes(f: Tensor, y: Tensor, own: OwnLoss) -> bool:
-    """Whether single examples have their plain loss: then weights, which cancel in their mean, explain the others."""
+    """Return whether single examples have their plain loss: then weights, which cancel there, explain the others."""
     for i in range(len(y)):
         alone = own(y[i : i + 1], slice(i, i + 1))
         if alone is None or not close(alone[0], losses(f[i : i + 1], y[i : i + 1], Categorical())[0]):

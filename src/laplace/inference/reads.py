@@ -66,6 +66,6 @@ def require_each_once(reads: Sequence[Read], examples: int | None) -> None:
 
 
 def _alike(one: tuple[float, Mapping[str, float]], other: tuple[float, Mapping[str, float]]) -> bool:
-    """Whether the sums over two sets of data are equal up to rounding in another order."""
+    """Return whether the sums over two sets of data are equal up to rounding in another order."""
     pairs = [(one[0], other[0]), *((value, other[1].get(key, math.nan)) for key, value in one[1].items())]
     return all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs)

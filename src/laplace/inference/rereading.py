@@ -196,7 +196,7 @@ def _size(count: int) -> int:
 
 
 def _agree(forward: NetworkForward, curvature: OutputCurvature, size: int) -> bool:
-    """Whether forward mode gives the engine's product with a random vector."""
+    """Return whether forward mode gives the engine's product with a random vector."""
     u = torch.randn(1, size, dtype=forward.outputs.dtype, generator=torch.Generator().manual_seed(0))
     u = u.to(forward.outputs.device)
     try:

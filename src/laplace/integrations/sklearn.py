@@ -419,5 +419,5 @@ def _require_logits(net: Any) -> None:
 
 
 def _is_skorch(module: Any) -> bool:
-    """Whether a module is a skorch net: an estimator that makes and trains a torch module itself."""
+    """Return whether a module is a skorch net: an estimator that makes and trains a torch module itself."""
     return not isinstance(module, type) and all(hasattr(module, name) for name in ("fit", "initialize", "criterion"))

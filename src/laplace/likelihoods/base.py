@@ -1,4 +1,4 @@
-"""The interface of a likelihood p(y given f). A likelihood sees outputs and labels, never parameters."""
+"""Define the interface of a likelihood p(y given f). A likelihood sees outputs and labels, never parameters."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Likelihood(Response):
             raise InputError(f"the network's output has shape {tuple(f.shape)}; {self.name} needs (N, C).")
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is this likelihood, or its name: laplace-torch's likelihoods compare equal to strings."""
+        """Return whether `other` is this likelihood, or its name, as laplace-torch's likelihoods equal strings."""
         return self.name == str(getattr(other, "value", other)) if isinstance(other, str) else self is other
 
     def __hash__(self) -> int:

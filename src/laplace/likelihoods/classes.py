@@ -1,4 +1,4 @@
-"""What the likelihoods over classes share: they predict a vector of probabilities."""
+"""Hold what the likelihoods over classes share: they predict a vector of probabilities."""
 
 from __future__ import annotations
 

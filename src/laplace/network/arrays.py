@@ -20,7 +20,7 @@ from laplace.network.pytree import map_leaves
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is an array, a DataFrame, a Series or a nested list of numbers, but not a tensor."""
+    """Return whether a value is an array, a DataFrame, a Series or a nested list of numbers, but not a tensor."""
     if isinstance(value, (Tensor, np.generic, Mapping, tuple)):
         return False
     return hasattr(value, "__array__") or _is_list_of_numbers(value)
@@ -75,7 +75,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _is_list_of_numbers(value: object) -> bool:
-    """Whether a list is an array: its first number is found by going down its first elements."""
+    """Return whether a list is an array: its first number is found by going down its first elements."""
     found = value
     while isinstance(found, list) and found:
         found = found[0]
@@ -99,7 +99,7 @@ def _described(array: Any, values: np.ndarray) -> str:
 
 
 def _has_words(values: np.ndarray) -> bool:
-    """Whether an array of objects holds strings. Those of digits would become numbers: "02139" would be 2139."""
+    """Return whether an array of objects holds strings. Those of digits would become numbers: "02139" would be 2139."""
     return values.dtype.kind == "O" and any(isinstance(value, (str, bytes)) for value in values.reshape(-1))
 
 

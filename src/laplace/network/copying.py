@@ -52,7 +52,7 @@ class Copies:
 
     @property
     def complete(self) -> bool:
-        """Whether everything was looked at that may lead to a module."""
+        """Return whether everything was looked at that may lead to a module."""
         return self._looked <= _MOST
 
     def pairs(self) -> Iterable[tuple[Any, Any]]:
@@ -168,7 +168,7 @@ class Copies:
         return clone
 
     def _leads(self, value: Any) -> bool:
-        """Whether a value leads to a module or to something that has a copy. Remembers values that do not."""
+        """Return whether a value leads to a module or to something that has a copy. Remembers values that do not."""
         memo, seen = self._memo, dict[int, Any]()
         stack = [value]
         while stack:

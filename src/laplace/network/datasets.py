@@ -115,7 +115,7 @@ def _training_data_of(trainer: Any) -> Iterable[Any]:
 
 
 def _is_dataset(data: Any, with_collator: bool) -> bool:
-    """Whether `data` holds single examples: a dataset of torch, or a sequence that comes with a collator."""
+    """Return whether `data` holds single examples: a dataset of torch, or a sequence that comes with a collator."""
     if isinstance(data, Dataset):
         return with_collator or not isinstance(data, IterableDataset)
     known = isinstance(data, (Tensor, DataLoader)) or hasattr(data, "get_train_dataloader")

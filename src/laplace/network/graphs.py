@@ -21,7 +21,7 @@ _PLAIN = frozenset({Tensor, tuple, list, dict, type(None)})  # what nearly all v
 
 
 def is_graph(value: object) -> bool:
-    """Whether a value is graph data: an object with edges that can apply a function to its tensors."""
+    """Return whether a value is graph data: an object with edges that can apply a function to its tensors."""
     kind = type(value)
     if kind in _PLAIN:
         return False

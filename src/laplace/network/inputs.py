@@ -302,7 +302,7 @@ def read_entries(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> di
 
 
 def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> bool:
-    """Whether `forward` takes the mapping's entries by name.
+    """Return whether `forward` takes the mapping's entries by name.
 
     It does if it names the main input's key, or if the mapping holds all arguments that it requires.
     """
@@ -315,12 +315,12 @@ def _takes_keywords(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) ->
 
 
 def reads_mask(model: nn.Module, mapping: Mapping[str, Any], keys: Keys) -> bool:
-    """Whether the network reads a mapping's mask: it takes `mask`, any keyword, or the whole mapping."""
+    """Return whether the network reads a mapping's mask: it takes `mask`, any keyword, or the whole mapping."""
     parameters = inspect.signature(model.forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return anything or MASK in parameters or not _takes_keywords(model, mapping, keys)
 
 
 def _are_batches(x: list[Any]) -> bool:
-    """Whether a list holds batches (x, y), not inputs."""
+    """Return whether a list holds batches (x, y), not inputs."""
     return bool(x) and all(isinstance(part, (tuple, list)) for part in x)

@@ -105,7 +105,7 @@ def dataloader_of(data: Any, stage: str) -> Any:
 
 
 def is_pair(loader: Any) -> bool:
-    """Whether a loader is whole data instead, a tuple (x, y) of tensors or arrays."""
+    """Return whether a loader is whole data instead, a tuple (x, y) of tensors or arrays."""
     return isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(p, Tensor) or is_array(p) for p in loader)
 
 
@@ -120,5 +120,5 @@ def _has_rows(value: object) -> bool:
 
 
 def _are_inputs(value: object) -> bool:
-    """Whether a tuple holds several inputs, and not batches."""
+    """Return whether a tuple holds several inputs, and not batches."""
     return isinstance(value, tuple) and bool(value) and all(isinstance(p, Tensor) or is_array(p) for p in value)

@@ -96,7 +96,7 @@ def _plain_torch() -> Iterator[None]:
 
 
 def is_stand_in(t: Any) -> bool:
-    """Whether a tensor stands for a parameter of which each rank has a piece."""
+    """Return whether a tensor stands for a parameter of which each rank has a piece."""
     return hasattr(t, _PIECE)
 
 
@@ -174,7 +174,7 @@ def present(module: nn.Module) -> Iterator[None]:
 
 
 def _is_kept_by_others() -> bool:
-    """Whether somebody else says what autograd keeps, as `checkpoint` does: its two runs must keep the same."""
+    """Return whether somebody else says what autograd keeps, as `checkpoint` does: its two runs must keep the same."""
     top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 lacks it
     hooks = None if top is None else top(True)
     return hooks is not None and hooks[0].__module__ != __name__

@@ -32,12 +32,12 @@ _of_copies: WeakKeyDictionary[nn.Module, Pieces] = WeakKeyDictionary()  # which 
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a parameter of a network is spread over processes."""
+    """Return whether a parameter of a network is spread over processes."""
     return any(_is_spread(p) for p in model.parameters())
 
 
 def is_gathering(model: nn.Module) -> bool:
-    """Whether a network is a copy that gathers its layers when they run."""
+    """Return whether a network is a copy that gathers its layers when they run."""
     return any(is_stand_in(p) for p in model.parameters())
 
 
@@ -102,7 +102,7 @@ def refresh(model: nn.Module) -> None:
 
 
 def _are_few(model: nn.Module, tensors: list[nn.Parameter]) -> bool:
-    """Whether some parameters, gathered, are no more than what a rank holds of the network anyway."""
+    """Return whether some parameters, gathered, are no more than what a rank holds of the network anyway."""
     pieces = _of_copies[model]
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     return sum(p.numel() * p.element_size() for p in tensors) * pieces[0].device_mesh.size() <= size
@@ -120,7 +120,7 @@ def _gathering_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_spread(t: Tensor) -> bool:
-    """Whether a tensor is a DTensor. Its class is not imported: that takes long, and few networks have any."""
+    """Return whether a tensor is a DTensor. Its class is not imported: that takes long, and few networks have any."""
     return any(kind.__name__ == "DTensor" for kind in type(t).__mro__)
 
 

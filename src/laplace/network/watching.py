@@ -39,7 +39,7 @@ def watch_again(model: nn.Module) -> None:
 
 
 def is_unwatched(replica: nn.Module) -> bool:
-    """Whether the next run of this replica must be watched first."""
+    """Return whether the next run of this replica must be watched first."""
     return UNWATCHED in replica.__dict__
 
 

@@ -1,4 +1,4 @@
-"""How the variance of a last layer's outputs depends on its features phi: a few matrices, fixed by the posterior.
+"""Describe how the variance of a last layer's outputs depends on its features phi: a few matrices of the posterior.
 
     Factored       S = L diag(w) L^T,   w = V^T (Q^T phi)^2                   kron, ekfac, diag: two small products
     Rooted         S_cc = |R_c^T phi|^2                                       full, block, and structures from outside
@@ -118,7 +118,7 @@ class Factored(Spread):
         return squares @ by_output if bias is None else torch.addmm(bias, squares, by_output)
 
     def same_squares(self, other: Spread | None) -> bool:
-        """Whether another spread has the same squares."""
+        """Return whether another spread has the same squares."""
         if not isinstance(other, Factored) or (self.right is None) != (other.right is None):
             return False
         return self.right is None or torch.equal(self.right, other.right)  # type: ignore[arg-type]

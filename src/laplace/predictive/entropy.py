@@ -1,4 +1,4 @@
-"""The entropy of a class prediction, split into the part due to the weights and the part due to the labels."""
+"""Split the entropy of a class prediction into the part due to the weights and the part due to the labels."""
 
 from __future__ import annotations
 

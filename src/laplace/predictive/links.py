@@ -45,7 +45,7 @@ class Link:
 
     @property
     def makes_draws(self) -> bool:
-        """Whether `apply` may use the draws. For a link of the user this is unknown, so True is assumed."""
+        """Return whether `apply` may use the draws. For a link of the user this is unknown, so True is assumed."""
         return self.apply is not _delta and self.closed_form is None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The distribution of the outputs f at some inputs: a Gaussian, or draws of the network's outputs."""
+"""Hold the distribution of the outputs f at some inputs: a Gaussian, or draws of the network's outputs."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Positions:
 
     @property
     def several(self) -> bool:
-        """Whether examples have positions at all."""
+        """Return whether examples have positions at all."""
         return bool(self.shape)
 
     def rows(self, f: Tensor, lead: int = 0) -> Tensor:  # (..., *the network's own shape) -> (..., N * T, C)
@@ -138,7 +138,7 @@ class Positions:
         return self.grid if self.dim is None else (*self.grid[: self.dim], self.c, *self.grid[self.dim :])
 
     def _placed(self, values: Tensor) -> bool:
-        """Whether `values` has these positions, with any number of values at each."""
+        """Return whether `values` has these positions, with any number of values at each."""
         shape = tuple(values.shape)
         if self.dim is None:
             return shape == self.grid

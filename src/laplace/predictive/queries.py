@@ -82,5 +82,5 @@ Query = Variances | Products | Covariances | Contrasts | Joint | Functions
 
 
 def with_covariances(need: Query) -> bool:
-    """Whether a query asks for the covariances of each input's outputs, or of their contrasts."""
+    """Return whether a query asks for the covariances of each input's outputs, or of their contrasts."""
     return isinstance(need, Covariances) or (isinstance(need, Contrasts) and need.covariances)

@@ -1,4 +1,4 @@
-"""The predictive side of a likelihood: from the distribution of the outputs to p(y given x)."""
+"""Define the predictive side of a likelihood: from the distribution of the outputs to p(y given x)."""
 
 from __future__ import annotations
 

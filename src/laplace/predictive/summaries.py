@@ -1,4 +1,4 @@
-"""What can be read from every prediction: variances, entropies, labels, arrays, and the predictions of some inputs."""
+"""Summarise any prediction: variances, entropies, labels, arrays, and the predictions of some inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Summaries(ABC):
 
     @property
     def is_regression(self) -> bool:
-        """Whether y is continuous."""
+        """Return whether y is continuous."""
         return self.kind == "regression"
 
     @property

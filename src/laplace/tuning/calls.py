@@ -1,4 +1,4 @@
-"""The calls that tune: `la.tune(...)`, laplace-torch's `optimize_prior_precision`, and the evidence itself."""
+"""Define the calls that tune: `la.tune(...)`, laplace-torch's `optimize_prior_precision`, and the evidence itself."""
 
 from __future__ import annotations
 

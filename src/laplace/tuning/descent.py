@@ -86,7 +86,7 @@ class Descent:
         self.size = self.size / _SHRINK
 
     def is_at(self, other: Descent) -> bool:
-        """Whether both descents are practically at the same point."""
+        """Return whether both descents are practically at the same point."""
         return bool(((self.x - other.x).abs() <= torch.maximum(self.step, other.step)).all())
 
 

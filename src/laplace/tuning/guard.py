@@ -72,13 +72,13 @@ class Finding:
 
     @property
     def tripped(self) -> bool:
-        """Whether the posterior makes the network worse."""
+        """Return whether the posterior makes the network worse."""
         off = max(self.rms or 0.0, self.ratio or 0.0) > LARGEST_RATIO
         return off or self.harm > HARM or not math.isfinite(self.nll)
 
     @property
     def allowed(self) -> bool:
-        """Whether the harm is small enough for `auto`."""
+        """Return whether the harm is small enough for `auto`."""
         return not self.tripped and self.harm <= ALLOWED
 
     def __str__(self) -> str:

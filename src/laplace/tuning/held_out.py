@@ -216,7 +216,7 @@ class _Kept:
 
     @property
     def _covariances(self) -> bool:
-        """Whether covariances are kept, instead of products with them."""
+        """Return whether covariances are kept, instead of products with them."""
         link = self.validation.how.approximation
         return link is not None and link.needs is Products and self.posterior.fit.n_outputs <= _MOST_OUTPUTS
 

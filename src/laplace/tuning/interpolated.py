@@ -79,7 +79,7 @@ class Interpolated:
 
     @property
     def fits(self) -> bool:
-        """Whether the variances of about as many posteriors as a search scores fit into memory."""
+        """Return whether the variances of about as many posteriors as a search scores fit into memory."""
         assert self._mean is not None
         return 8 * _NODES * self._mean.numel() <= self.validation.budget.chunk
 

@@ -48,7 +48,7 @@ class Line:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the lowest point is the smallest or the largest x that is allowed."""
+        """Return whether the lowest point is the smallest or the largest x that is allowed."""
         return self.best <= self.low or self.best >= self.high
 
     def take(self, points: Sequence[float], values: Sequence[float]) -> None:

@@ -176,7 +176,7 @@ def _without(problem: Problem, by_evidence: Callable[[Problem], Tuned], residual
 
 
 def _whole(problem: Problem) -> bool:
-    """Whether all weights that were trained are uncertain."""
+    """Return whether all weights that were trained are uncertain."""
     trained = sum(p.numel() for _, p in trainable_of(problem.la.runner.model))
     return problem.la.posterior.fit.layout.n_params >= trained
 

@@ -91,7 +91,7 @@ class Search:
 
     @property
     def converged(self) -> bool | None:
-        """Whether nothing better was found around the best point; None if the search does not descend."""
+        """Return whether nothing better was found around the best point; None if the search does not descend."""
         return not self.unfinished if self.closed_in else None
 
     def look(self, candidates: Sequence[Tensor]) -> list[float]:

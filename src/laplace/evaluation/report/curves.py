@@ -1,4 +1,4 @@
-"""What the figures show, as plain numbers: reliability, PIT, coverage, risk, and error against uncertainty."""
+"""Compute what the figures show, as plain numbers: reliability, PIT, coverage, risk, and error against uncertainty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a report, each with a caption of one sentence, from the numbers of its JSON."""
+"""Draw the figures of a report, each with a caption of one sentence, from the numbers of its JSON."""
 
 from __future__ import annotations
 

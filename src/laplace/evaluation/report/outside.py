@@ -71,7 +71,7 @@ def uncertainties(answers: Answers) -> dict[str, Array]:
 
 
 def useful(method: str, score: str) -> bool:
-    """Whether a method has this score. The network alone has no epistemic uncertainty."""
+    """Return whether a method has this score. The network alone has no epistemic uncertainty."""
     return not (method in (NETWORK, SCALED) and score == "epistemic")
 
 

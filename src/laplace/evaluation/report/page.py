@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, its figures and its pictures inside, without scripts.
+"""Write the page: one HTML file with its style, its figures and its pictures inside, without scripts.
 
 A content security policy forbids every request. All texts are escaped. Each number of a table names its place in the
 JSON, `data-path`.

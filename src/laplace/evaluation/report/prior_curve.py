@@ -1,4 +1,4 @@
-"""The log evidence along the prior precision: where it is largest, and where the posterior is."""
+"""Follow the log evidence along the prior precision: where it is largest, and where the posterior is."""
 
 from __future__ import annotations
 

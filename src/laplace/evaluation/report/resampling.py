@@ -36,7 +36,7 @@ class Estimate:
     high: float
 
     def excludes(self, number: float) -> bool:
-        """Whether the interval lies on one side of a number."""
+        """Return whether the interval lies on one side of a number."""
         return self.low > number or self.high < number
 
     def __sub__(self, number: float) -> Estimate:

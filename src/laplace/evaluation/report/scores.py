@@ -1,4 +1,4 @@
-"""Which scores a report has for each kind of label, and their values for every method with bootstrap intervals."""
+"""Choose the scores of a report by the kind of label, with a value and a bootstrap interval for every method."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def scores_of(answers: Answers, level: float) -> dict[str, Score]:
 
 
 def too_many(answers: Answers) -> bool:
-    """Whether there are too many probabilities to bin all of them for each resample."""
+    """Return whether there are too many probabilities to bin all of them for each resample."""
     return answers.kind == "classes" and answers["p"].size > _MOST
 
 

@@ -147,7 +147,7 @@ def shown(inputs: Inputs, i: int) -> Shown:
 
 
 def is_image(x: Tensor) -> bool:
-    """Whether an input is an image: (1, H, W), (3, H, W) or (4, H, W), with H and W of at least 4 pixels."""
+    """Return whether an input is an image: (1, H, W), (3, H, W) or (4, H, W), with H and W of at least 4 pixels."""
     return x.dim() == 3 and x.shape[0] in (1, 3, 4) and min(x.shape[1:]) >= _SMALLEST and not x.is_complex()
 
 

@@ -1,4 +1,4 @@
-"""The tables of the page: scores side by side, unknown inputs, and other data."""
+"""Write the tables of the page: scores side by side, unknown inputs, and other data."""
 
 from __future__ import annotations
 

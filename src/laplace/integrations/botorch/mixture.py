@@ -1,4 +1,4 @@
-"""A mixture of Laplace posteriors as a model of BoTorch: acquisition functions are averaged over its members."""
+"""Give BoTorch a mixture of Laplace posteriors as a model: acquisition functions are averaged over its members."""
 
 from __future__ import annotations
 

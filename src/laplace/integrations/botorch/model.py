@@ -1,4 +1,4 @@
-"""A Laplace posterior as a model of BoTorch: Gaussians over q points jointly, given further observations.
+"""Give BoTorch a Laplace posterior as a model: Gaussians over q points jointly, given further observations.
 
 The outputs are Gaussian at any inputs, f ~ N(m, K) with K = J Sigma J^T. For a last layer with Gaussian noise this is
 Bayesian linear regression on its features.

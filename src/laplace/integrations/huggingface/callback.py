@@ -1,4 +1,4 @@
-"""A callback of `transformers.Trainer` that leaves a posterior at the end of training."""
+"""Provide a callback of `transformers.Trainer` that leaves a posterior at the end of training."""
 
 from __future__ import annotations
 

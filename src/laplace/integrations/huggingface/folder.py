@@ -1,4 +1,4 @@
-"""A folder with a network of transformers and its posterior: safetensors and JSON, no code.
+"""Write and read a folder with a network of transformers and its posterior: safetensors and JSON, no code.
 
 config.json, model.safetensors      the network, as transformers saves it
 adapter_config.json, ...            of adapters: those of peft, and

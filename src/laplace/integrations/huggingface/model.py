@@ -1,4 +1,4 @@
-"""A network with its posterior as a model of transformers is used: called by keywords, with `config` and `device`."""
+"""Use a network with its posterior as a model of transformers: called by keywords, with `config` and `device`."""
 
 from __future__ import annotations
 
