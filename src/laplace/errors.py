@@ -76,6 +76,10 @@ class UnsupportedError(LaplaceError, NotImplementedError, ValueError):
     """A combination is not supported. The message names one that is."""
 
 
+class UnreadableError(UnsupportedError, AttributeError):
+    """Raised when an attribute has no value for this posterior, so that `hasattr` answers False."""
+
+
 class ModelError(LaplaceError, RuntimeError):
     """A network cannot be treated as asked. The message names the layer."""
 

@@ -72,8 +72,8 @@ class Laplace:
             make 'ggn' too expensive.
         curvature_samples: for 'sketch' and 'mc', the number of vectors per example.
         sigma_noise: standard deviation of the observation noise of a regression: one number, or one per output.
-        prior_precision: one number, one per parameter tensor, or one per weight.
-        prior_mean: one number, or one per weight.
+        prior_precision: one number, one per parameter tensor, or one per weight; None beside a `prior` that has none.
+        prior_mean: one number, or one per weight; None likewise.
         prior: instead of prior_precision and prior_mean, a prior of `laplace.priors`, as StudentT(df=4, scale=0.1), or
             the posterior of earlier tasks, `earlier.as_prior()`.
         temperature: T of the tempered likelihood p(data given theta)^(1/T), for a colder or warmer posterior.
@@ -128,8 +128,8 @@ class Laplace:
         curvature: Estimator | str | None = None,
         curvature_samples: int = 1,
         sigma_noise: float | Tensor = 1.0,
-        prior_precision: float | Tensor = 1.0,
-        prior_mean: float | Tensor = 0.0,
+        prior_precision: float | Tensor | None = 1.0,
+        prior_mean: float | Tensor | None = 0.0,
         prior: Prior | None = None,
         temperature: float = 1.0,
         softmax_temperature: float = 1.0,
@@ -328,7 +328,8 @@ class Laplace:
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
         if name not in FURTHER:
-            raise AttributeError(f"a Laplace object has no attribute {name!r}. See dir(la).")
+            hint = "" if name.startswith("_") else did_you_mean(name, dir(type(self)), 0.8)
+            raise AttributeError(f"a Laplace object has no attribute {name!r}.{hint or ' See dir(la).'}")
         return FURTHER[name].__get__(self, type(self))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class TrainingOptions(TypedDict, total=False):
     """Lists further keywords of `Laplace` that `marglik_training` passes on. `Laplace` describes them."""
 
     curvature_samples: int
-    prior_mean: float | Tensor
+    prior_mean: float | Tensor | None
     softmax_temperature: float
     last_layer_name: str | None
     feature_reduction: str | None
@@ -76,7 +76,7 @@ class PlanOptions(TrainingOptions, total=False):
     """Lists further keywords of `Laplace` that `laplace.plan` accepts, so that both take the same ones."""
 
     sigma_noise: float | Tensor
-    prior_precision: float | Tensor
+    prior_precision: float | Tensor | None
     prior: Prior | None
     temperature: float
     enable_backprop: bool

@@ -13,7 +13,17 @@ from torch import nn
 from laplace.checkpoints import container
 from laplace.checkpoints.names import Rename, renamed_state, renaming
 from laplace.checkpoints.points import digest_of, inputs_at
-from laplace.checkpoints.state import INPUTS, NUMBERS, OWNERS, PRIOR, VECTORS, Kept, state_dict, state_without_inputs
+from laplace.checkpoints.state import (
+    INPUTS,
+    NUMBERS,
+    OWNERS,
+    PRIOR,
+    VECTORS,
+    Kept,
+    kind_of,
+    state_dict,
+    state_without_inputs,
+)
 from laplace.checks import flag, options_of, path_of, shown
 from laplace.curvature import CURVATURES, Estimator
 from laplace.distributed import OWN, Group, Reduce, alone, reduce_over
@@ -365,12 +375,18 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
         if told["ours"]:
             return _made(told.get("kind", told["name"]), told.get("options", {}), path)
         raise _missing(path, "likelihood", told["name"], "likelihood=")
-    if (name := likelihood_named(given).described) != told["name"]:
+    made = likelihood_named(given)
+    if (name := made.described) != told["name"]:
         raise CheckpointError(
             f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}. Pass the likelihood that it "
             "was fitted with."
         )
-    return likelihood_named(given)
+    if not told["ours"] and type(made) is LIKELIHOODS.get(made.name):
+        raise CheckpointError(
+            f"{str(path)!r} has a likelihood of your own class, {told['name']!r}, and likelihood={shown(given)} is one "
+            "of ours. Pass an object of your class."
+        )
+    return made
 
 
 def _own_prior(state: Mapping[str, Any], given: Prior, path: Any) -> Prior:
@@ -378,7 +394,7 @@ def _own_prior(state: Mapping[str, Any], given: Prior, path: Any) -> Prior:
     if not isinstance(given, Prior):
         raise OptionError(f"prior={shown(given)} must be the prior itself, as in MyPrior(scale=1.0).")
     told = state.get(PRIOR, {})
-    own = told.get("kind") == given.name and given.name not in PRIORS
+    own = told.get("kind") == kind_of(given) and kind_of(given) not in PRIORS
     if not own or (isinstance(given, Custom) and told.get("called") != given.called):
         called = f"from_log_density({told['called']})" if "called" in told else f"{told.get('kind')!r}"
         there = "with all of its values" if told.get("kind", "gaussian") in {*PRIORS, "gaussian"} else called

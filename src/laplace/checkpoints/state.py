@@ -129,7 +129,7 @@ def state_without_inputs(la: Kept) -> dict[str, Any]:
 def _prior_state(prior: Prior, layout: Layout) -> dict[str, Any]:
     if isinstance(prior, GaussianPrior):
         return {"prior_precision": prior.precision.detach().clone(), "prior_mean": prior.mean.detach().clone()}
-    return {PRIOR: prior.state(layout)}
+    return {PRIOR: prior.state(layout) | {"kind": kind_of(prior)}}
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
     if kind in PRIORS:
         return PRIORS[kind].from_state(told, layout)
     if kind != Custom.name:
-        if given.name != kind:
+        if kind_of(given) != kind:
             raise InputError(
                 f"the state has your own prior {kind!r}, and states hold no code. Give one of its class: "
                 f"Laplace(..., prior=), or Laplace.load(..., prior=). Known are {', '.join(map(repr, PRIORS))}."
@@ -278,6 +278,12 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
             "same prior: Laplace(..., prior=), or Laplace.load(..., prior=)."
         )
     return given.with_hyperparameters(**told["hyperparameters"])
+
+
+def kind_of(prior: Prior) -> str:
+    """Return the kind of a prior in files: its name, or that of its class if the class is yours, made from ours."""
+    ours = PRIORS.get(prior.name)
+    return prior.name if ours in (None, type(prior)) else type(prior).__qualname__
 
 
 def _weights(runner: Runner, layout: Layout, state: Mapping[str, Any]) -> FoundLastLayer | Selection:

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laplace.checks import whole_number
+from laplace.checks import NamedOptions, whole_number
 from laplace.likelihoods.base import Likelihood
 from laplace.linalg.output_curvature import OutputCurvature
 
 
 @dataclass(frozen=True)
-class Estimator(ABC):
+class Estimator(NamedOptions, ABC):
     """Estimates Lambda, the curvature of -log p(y given f) in the outputs f.
 
     Attributes:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from laplace.errors import UnreadableError, UnsupportedError
 
 __all__ = ["holds", "reads"]
 
@@ -24,4 +27,17 @@ if TYPE_CHECKING:
         def __set__(self, la: Any, value: float | Value) -> None: ...
 
 else:
-    reads = holds = property
+
+    def reads(function: Callable[[Any], Any], change: Callable[[Any, Any], None] | None = None) -> property:
+        """Return a property. What this posterior does not have is also an AttributeError, as `hasattr` expects."""
+
+        @wraps(function)
+        def read(la: Any) -> Any:
+            try:
+                return function(la)
+            except UnsupportedError as error:
+                raise UnreadableError(str(error)) from error
+
+        return property(read, change)
+
+    holds = reads

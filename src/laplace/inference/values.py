@@ -216,10 +216,11 @@ def set_prior(la: Holder, value: Prior) -> None:
 def prior_precision(la: Holder) -> Tensor:
     """Return a scalar, one value per parameter tensor, or one per weight. Setting it needs no refit.
 
-    A scalar can be indexed as a vector of one number: `la.prior_precision[0]`. Of a prior of another kind see `prior`,
-    `prior.hyperparameters` and `prior_precision_diag`.
+    A scalar can be indexed as a vector of one number: `la.prior_precision[0]`. None if the prior is not a Gaussian of
+    independent weights: see `prior`, `prior.hyperparameters` and `prior_precision_diag`.
     """
-    return OneNumber.of(_gaussian_prior(la).precision)
+    found = la.values.prior
+    return OneNumber.of(found.precision) if isinstance(found, GaussianPrior) else None  # type: ignore[return-value]
 
 
 def set_prior_precision(la: Holder, value: float | Tensor) -> None:
@@ -228,14 +229,8 @@ def set_prior_precision(la: Holder, value: float | Tensor) -> None:
 
 
 def prior_mean(la: Holder) -> Tensor:
-    """Return the prior's mean, a scalar or one value per weight. Setting it needs no refit."""
-    mean = getattr(la.values.prior, "mean", None)
-    if mean is None:
-        raise UnsupportedError(
-            f"the prior is {la.values.prior}, which has no mean. Priors with a mean are GaussianPrior, StudentT, "
-            "SmoothedLaplace and CorrelatedGaussian."
-        )
-    return mean
+    """Return the prior's mean, a scalar or one value per weight, or None if it has none. Setting it needs no refit."""
+    return getattr(la.values.prior, "mean", None)  # type: ignore[return-value]
 
 
 def set_prior_mean(la: Holder, value: float | Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.checks import changed_options, written
+from laplace.checks import NamedOptions, changed_options, written
 from laplace.errors import InputError, OptionError
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.predictive.response import Outputs, Response, rowwise
@@ -56,7 +56,7 @@ class Targets:
         return values.sum() if self.weights is None else (self.weights.to(values) * values).sum()
 
 
-class Likelihood(Response):
+class Likelihood(NamedOptions, Response):
     """p(y given f) for outputs f of shape (N, C). All formulas are at unit noise unless a sigma is passed.
 
     Attributes:

@@ -191,9 +191,17 @@ def vector_of(model: nn.Module, layout: Layout) -> Tensor:  # (P,)
     return vector.to(torch.promote_types(vector.dtype, torch.float32))
 
 
-def prior_of(prior: Any, precision: float | Tensor, mean: float | Tensor, structure: str) -> Prior:
-    """Return the first prior of a `Laplace`: a Gaussian, or the user's. One of earlier tasks must be of `structure`."""
+def prior_of(prior: Any, precision: float | Tensor | None, mean: float | Tensor | None, structure: str) -> Prior:
+    """Return the first prior of a `Laplace`: a Gaussian, or the user's. One of earlier tasks must be of `structure`.
+
+    Precision and mean may be None beside a prior that has none.
+    """
     if prior is None:
+        if precision is None or mean is None:
+            raise OptionError(
+                "prior_precision=None and prior_mean=None go with prior=, a prior of another kind. Write "
+                "prior_precision=1.0, prior_mean=0.0, or leave them out."
+            )
         return GaussianPrior.of(precision, mean)
     if isinstance(prior, type) and issubclass(prior, Prior):
         raise OptionError(f"prior={prior.__name__} is a class; give an object: {prior.__name__}(...).")
@@ -203,7 +211,12 @@ def prior_of(prior: Any, precision: float | Tensor, mean: float | Tensor, struct
             "la.as_prior() of an earlier task."
         )
     gaussian = isinstance(prior, GaussianPrior)
-    own = (prior.precision, prior.mean) if gaussian else (torch.ones(()), torch.zeros(()))
+    if gaussian and type(prior) not in (GaussianPrior, CurvedPrior):
+        raise OptionError(
+            f"prior={prior!r} is of a class of your own, made from GaussianPrior, whose sums and files are those of a "
+            "Gaussian. Make it from laplace.priors.Prior or Independent, or write from_log_density(...)."
+        )
+    own = (prior.precision if gaussian else None, getattr(prior, "mean", None))
     if not (_same(precision, own[0], 1.0) and _same(mean, own[1], 0.0)):
         raise OptionError(
             "prior= has its own precision and mean; leave prior_precision (prior_prec_init) and prior_mean out."
@@ -219,10 +232,14 @@ def prior_of(prior: Any, precision: float | Tensor, mean: float | Tensor, struct
     return prior
 
 
-def _same(given: float | Tensor, own: Tensor, usual: float) -> bool:
+def _same(given: float | Tensor | None, own: Tensor | None, usual: float) -> bool:
     """Return whether a value was left out, or equals the prior's own."""
+    if given is None:
+        return True
     if not isinstance(given, Tensor):
-        return given == usual or (own.numel() == 1 and given == float(own))
+        return given == usual or (own is not None and own.numel() == 1 and given == float(own))
+    if own is None:
+        return given.numel() == 1 and float(given) == usual
     return given is own or (given.shape == own.shape and torch.equal(given.to(own), own))
 
 

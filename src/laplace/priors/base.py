@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from laplace.checks import NamedOptions
 from laplace.errors import OptionError, UnsupportedError
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import Clipped
@@ -48,7 +49,7 @@ class Data(Protocol):
         ...
 
 
-class Prior(ABC):
+class Prior(NamedOptions, ABC):
     """Defines a log-density over the uncertain weights. Immutable: other hyperparameters make another prior.
 
     Attributes:

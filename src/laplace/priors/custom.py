@@ -139,9 +139,10 @@ class Custom(Prior):
 
     def _require(self, rest: Tensor, whole: Tensor) -> None:
         if rest.detach().abs().max() > _CLOSE * whole.detach().abs().max():
+            wider = "'tensors' or 'nothing'" if self.independent == "weights" else "'nothing'"
             raise OptionError(
                 f"{self} is not a sum over independent {self.independent}: its second derivatives couple them. Write "
-                "independent='tensors' or 'nothing', with hessian_structure='full'."
+                f"independent={wider}, with hessian_structure='full'."
             )
 
     def check(self, layout: Layout, takes: Sequence[str] = ("diag",)) -> None:

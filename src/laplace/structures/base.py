@@ -22,7 +22,7 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Engine, Forward, Moments
 from laplace.budget import Budget
-from laplace.checks import changed_options, options_of, written
+from laplace.checks import NamedOptions, changed_options, options_of, written
 from laplace.errors import UnsupportedError
 from laplace.linalg.symmetric import GramRows
 from laplace.structures.gaussian import Curvature as Curvature
@@ -86,7 +86,7 @@ class Pass(ABC):
         return before | found
 
 
-class Structure(Pass):
+class Structure(NamedOptions, Pass):
     """Stores the curvature in one particular form. A structure is also the first run over the data.
 
     Attributes:

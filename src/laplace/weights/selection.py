@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from laplace.checks import options_of, written
+from laplace.checks import NamedOptions, options_of, written
 from laplace.errors import ModelError
 from laplace.network.inputs import Inputs
 from laplace.network.pieces import detached, whole
@@ -52,7 +52,7 @@ def mean_of(weights: FoundLastLayer | Selection, model: nn.Module) -> Tensor:  #
     return mean
 
 
-class Subset(ABC):
+class Subset(NamedOptions, ABC):
     """Chooses the uncertain weights. An object of this class is a valid `subset_of_weights`.
 
     Attributes:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from laplace.checks import choice, shown
+from laplace.checks import choice, did_you_mean, shown
 from laplace.errors import ArgumentError, OptionError
 from laplace.network.inputs import Inputs
 from laplace.weights.all_weights import All
@@ -125,6 +125,6 @@ def _of_word(word: str, indices: Any, last: LastLayer, model: nn.Module) -> Subs
     if any(c in word for c in GLOB) or matches(model, word):
         return Named([word])
     raise OptionError(
-        f"subset_of_weights={word!r} is neither an option nor a name in the network. Valid: "
+        f"subset_of_weights={word!r} is neither an option nor a name in the network.{did_you_mean(word, WORDS)} Valid: "
         f"{', '.join(map(repr, WORDS))}, or names of parameters and modules. {nearest(model, word)}"
     )
