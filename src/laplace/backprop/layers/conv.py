@@ -86,7 +86,7 @@ class Patches(Activations):
             return super().turned(part, basis, dtype)
         x = self.x[part]
         image = padded(self.conv, x.flatten(0, 1))
-        kernels = basis.vectors.mT.reshape(-1, *self.conv.weight.shape[1:])
+        kernels = basis.transposed.reshape(-1, *self.conv.weight.shape[1:])
         if image.dim() == 4:  # features last, as whoever multiplies by Q^T a reads them
             image = image.contiguous(memory_format=torch.channels_last)
         options = {"stride": self.conv.stride, "dilation": self.conv.dilation, "groups": self.conv.groups}
