@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
+from laplace.backprop.gradients import Basis, rotate_left
 from laplace.linalg.conditioning import float32_products_suffice
 from laplace.linalg.symmetric import NARROW, exact, gram, plain_gram, total
 
@@ -14,46 +15,43 @@ _PRODUCTS = 2**22  # numbers in the matrix products that are summed at a time
 _SMALL = 2**15  # numbers up to which float64 costs no more than asking whether float32 suffices
 
 
-class Activations(Protocol):
+class Activations(ABC):
     """Inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Return (N, Gr, I, T)."""
-        ...
+    shape: tuple[int, int, int, int]  # (N, Gr, I, T)
+    nbytes: int  # that they occupy while they are kept
 
+    @abstractmethod
     def read(self, part: slice) -> Tensor:
         """Return a of some examples, (n, Gr, I, T)."""
-        ...
 
+    @abstractmethod
     def features(self, part: slice, index: Tensor) -> Tensor:
         """Return some of the Gr * I features of some examples, (n, F, T)."""
-        ...
 
+    @abstractmethod
     def gram(self) -> Tensor:
         """Return the sum over examples and positions of a a^T, (Gr, I, I)."""
-        ...
 
+    @abstractmethod
     def mean(self) -> Tensor:
         """Return the mean over positions, (N, Gr, I, 1)."""
-        ...
 
-    @property
-    def nbytes(self) -> int:
-        """Return how many bytes they occupy while they are kept."""
-        ...
+    def turned(self, part: slice, basis: Basis | None, dtype: torch.dtype) -> Tensor:
+        """Return Q^T a of some examples, (n, Gr, I, T)."""
+        return rotate_left(self.read(part).to(dtype), basis)
+
+    def contracted(self, part: slice, g: Tensor) -> Tensor:  # (K, n, Gr, O, T) -> (K, n, Gr, O, I)
+        """Return sum_t g a^T of some examples."""
+        return contract(self.read(part).to(g.dtype), g)
 
 
-class Stored:
+class Stored(Activations):
     """Activations that are already in memory."""
 
     def __init__(self, a: Tensor) -> None:  # (N, Gr, I, T)
-        self.a = a
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        n, groups, i, t = self.a.shape
-        return n, groups, i, t
+        n, groups, i, t = a.shape
+        self.a, self.shape, self.nbytes = a, (n, groups, i, t), a.nbytes
 
     def read(self, part: slice) -> Tensor:
         return self.a[part]
@@ -67,12 +65,8 @@ class Stored:
     def mean(self) -> Tensor:
         return self.a.mean(3, keepdim=True)
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes
 
-
-class Ones:
+class Ones(Activations):
     """A constant input 1, that of a bias."""
 
     nbytes = 0
@@ -91,6 +85,13 @@ class Ones:
 
     def mean(self) -> Tensor:
         return self.read(slice(None))
+
+
+def contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)
+    """Return sum_t g a^T, in groups."""
+    k, n, groups, o, t = g.shape
+    left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
+    return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)
 
 
 def grams(x: Tensor) -> Tensor:  # (M, Gr, D, T) -> (Gr, D, D)

@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.backprop.outer import Outer, contract
+from laplace.backprop.activations import contract
+from laplace.backprop.outer import Outer
 from laplace.backprop.transposed import Transposed
 from laplace.backprop.uses import DenseUse, SumUse, Use
 

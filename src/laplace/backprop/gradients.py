@@ -35,6 +35,11 @@ class Basis:
         self.vectors = vectors
 
     @cached_property
+    def transposed(self) -> Tensor:  # (Gr, D, D)
+        """Return Q^T as it is read fastest, row by row."""
+        return self.vectors.mT.contiguous()
+
+    @cached_property
     def squares(self) -> Tensor:  # (Gr, D, D), [k, c] = Q[c, k]^2
         """Return the transposed elementwise square, which maps weights per basis vector to weights per output."""
         return self.vectors.square().mT.contiguous()

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from laplace.backprop.activations import Activations, Stored, grams
+from laplace.backprop.activations import Activations, Stored, contract, grams
 from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance, rotate_left, rotate_right
 from laplace.backprop.uses import EVERY, Use, batched_grams
 from laplace.linalg.sketch import sketched_rows
@@ -58,7 +58,7 @@ class Outer(Use):
         return groups * i * t if t > 1 else 0
 
     def contracted(self, part: slice) -> Tensor:
-        return contract(self.a.read(part).to(self.g.dtype), self.g[:, part]).flatten(2)
+        return self.a.contracted(part, self.g[:, part]).flatten(2)
 
     @property
     def nbytes(self) -> int:
@@ -179,13 +179,13 @@ class Outer(Use):
         """Return Q_B^T G Q_A, rotating before or after the contraction, whichever is cheaper."""
         if not self._own_bases(spread):
             return super().rotated(part, spread)
-        a, g = self.a.read(part).to(self.g.dtype), self.g[:, part]
-        k, _, _, o, t = g.shape
-        early_right, early_left = t <= k * o, t <= a.shape[2]
-        out = contract(
-            rotate_left(a, spread.right if early_right else None), rotate_left(g, spread.left if early_left else None)
-        )
-        out = out if early_right else rotate_right(out, spread.right)
+        k, _, _, o, t = self.g.shape
+        early_right, early_left = t <= k * o, t <= self.a.shape[2]
+        g = rotate_left(self.g[:, part], spread.left) if early_left else self.g[:, part]
+        if early_right:
+            out = contract(self.a.turned(part, spread.right, g.dtype), g)
+        else:
+            out = rotate_right(self.a.contracted(part, g), spread.right)
         return out if early_left else rotate_left(out, spread.left)
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
@@ -212,7 +212,7 @@ class Outer(Use):
         i, r = self.a.shape[2], spread.variances[0]  # (O, I)
         found = self.g.new_zeros(n, k)
         for part in self._rotated_parts():
-            a = rotate_left(self.a.read(part).to(self.g.dtype), spread.right)[:, 0].mT  # (n, T, I)
+            a = self.a.turned(part, spread.right, self.g.dtype)[:, 0].mT  # (n, T, I)
             g = rotate_left(self.g[:, part], spread.left)[:, :, 0].transpose(0, 1)  # (n, K, O, T)
             for rows in torch.arange(o).split(max(1, _BLOCK // (k * i))):
                 some = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -365,10 +365,3 @@ class Outer(Use):
 def _as_rows(x: Tensor) -> Tensor | None:  # (M, D, T) -> (M * T, D)
     """Return all positions as rows, if they lie in memory like that."""
     return x.mT.flatten(0, 1) if x.shape[0] == 0 or x.mT.is_contiguous() else None
-
-
-def contract(a: Tensor, g: Tensor) -> Tensor:  # (n, Gr, I, T), (K, n, Gr, O, T) -> (K, n, Gr, O, I)
-    """Return sum_t g a^T, in groups."""
-    k, n, groups, o, t = g.shape
-    left = g.permute(1, 2, 0, 3, 4).reshape(n, groups, k * o, t)
-    return (left @ a.mT).reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)

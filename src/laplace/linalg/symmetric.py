@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -251,9 +252,10 @@ def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
     rounding.
     """
     eigenvalues = eigenvalues.detach()
-    _require_range(eigenvalues)
-    if rounded or not (eigenvalues > 0).all():
-        smallest, largest = float(eigenvalues.min()), float(eigenvalues.max())
+    smallest, largest = (float(end) for end in eigenvalues.aminmax()) if eigenvalues.numel() else (1.0, 1.0)
+    if not -math.inf < smallest <= largest < math.inf:  # NaN is neither
+        _require_range(eigenvalues)
+    if rounded or smallest <= 0:
         rounding = torch.finfo(eigenvalues.dtype).eps * eigenvalues.shape[-1] * largest
         needed = 1.001 * max(-smallest, 0.0) + rounding
         raise NumericalError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from laplace.checks import positive, real
 from laplace.errors import OptionError
-from laplace.linalg.symmetric import Clipped, or_double
+from laplace.linalg.symmetric import Clipped, or_double, total
 from laplace.priors.base import Prior, require_known, shown_values
 from laplace.structures import per_weight
 from laplace.weights.layout import Layout
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from laplace.structures.gaussian import Traces
+
+_TOGETHER = 2**20  # weights that are copied to float64 at a time
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,11 +134,16 @@ class GaussianPrior(Prior):
 
     def logdet(self, layout: Layout, like: Tensor) -> Tensor:
         """Return log det of the prior precision."""
+        if self.precision.numel() == 1:
+            return self.blocks(layout, like)[0].double().log() * layout.n_params
         pairs = zip(self.blocks(layout, like), layout.sizes, strict=True)
         return torch.stack([d.double().log().sum() * (size / d.numel()) for d, size in pairs]).sum()
 
     def scatter(self, theta: Tensor, layout: Layout) -> Tensor:  # theta: (P,)
         """Return (theta - mu0)^T diag(delta) (theta - mu0)."""
+        if self.precision.numel() == self.mean.numel() == 1:  # no need to tell the tensors of the layout apart
+            apart = ((part - self.mean.to(part)).double() for part in theta.split(_TOGETHER))
+            return total(part.dot(part) for part in apart) * self.blocks(layout, theta)[0].double()
         pairs = zip(self._squares(theta, layout), self.blocks(layout, theta), strict=True)
         return torch.stack([(q * d.double()).sum() for q, d in pairs]).sum()
 
@@ -156,6 +163,10 @@ class GaussianPrior(Prior):
         if groups == "diag":
             variances = self.diagonal(layout, like).double().reciprocal()
             return variances, variances.square()
+        if self.precision.numel() == 1:
+            variance = self.blocks(layout, like)[0].double().reciprocal()
+            sizes = variance.new_tensor(layout.sizes if groups == "layerwise" else [layout.n_params])
+            return variance * sizes, variance.square() * sizes
         each = [d.double().reciprocal() for d in self.blocks(layout, like)]
         shares = [
             size / v.numel() for v, size in zip(each, layout.sizes, strict=True)

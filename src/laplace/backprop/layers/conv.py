@@ -5,10 +5,15 @@ Stride, padding, padding mode, dilation and groups are supported as in torch, in
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn import grad
 
+from laplace.backprop.activations import Activations
+from laplace.backprop.gradients import Basis
 from laplace.backprop.layers.base import Call, Room, Rule
 from laplace.backprop.layers.half_unfold import half_unfolded_gram, half_unfolding_pays
 from laplace.backprop.layers.linear import bias
@@ -18,6 +23,8 @@ from laplace.backprop.uses import Use
 from laplace.linalg.symmetric import exact, plain_gram, total
 
 _CHUNK = 2**20  # numbers unfolded at a time, few enough for the cache
+_CONVOLUTIONS: Final = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of their inputs
+_WEIGHT_GRADIENTS: Final = {3: grad.conv1d_weight, 4: grad.conv2d_weight, 5: grad.conv3d_weight}
 
 
 class Conv(Rule):
@@ -48,8 +55,12 @@ class Conv(Rule):
         return uses
 
 
-class Patches:
-    """Activations that are patches under the kernel, unfolded for some examples at a time."""
+class Patches(Activations):
+    """Activations that are patches under the kernel, unfolded for some examples at a time.
+
+    Where a convolution does the same, nothing is unfolded: Q^T a is a convolution whose kernels are the columns of Q,
+    and sum_t g a^T is the gradient of a convolution in its weight, with one group for each example.
+    """
 
     def __init__(
         self, conv: nn.modules.conv._ConvNd, x: Tensor, positions: int, room: Room | None = None
@@ -58,10 +69,7 @@ class Patches:
         self._room = room or Room(0)
         self._unfolded: dict[tuple[int, int, int], Tensor] = {}
         self.shape = (x.shape[0], conv.groups, conv.weight[0].numel(), positions)
-
-    @property
-    def nbytes(self) -> int:
-        return self.x.nbytes
+        self.nbytes = x.nbytes
 
     def read(self, part: slice) -> Tensor:  # (n, Gr, I, T)
         """Return the patches of some examples, kept for the next vectors where there is room."""
@@ -73,11 +81,37 @@ class Patches:
                 self._unfolded[key] = found
         return found
 
+    def turned(self, part: slice, basis: Basis | None, dtype: torch.dtype) -> Tensor:  # (n, Gr, I, T)
+        if type(basis) is not Basis or not _convolves(self.x, dtype):
+            return super().turned(part, basis, dtype)
+        x = self.x[part]
+        image = padded(self.conv, x.flatten(0, 1))
+        kernels = basis.transposed.reshape(-1, *self.conv.weight.shape[1:])
+        if image.dim() == 4:  # features last, as whoever multiplies by Q^T a reads them
+            image = image.contiguous(memory_format=torch.channels_last)
+        options = {"stride": self.conv.stride, "dilation": self.conv.dilation, "groups": self.conv.groups}
+        seen = _CONVOLUTIONS[image.dim()](image, kernels, **options).flatten(2)  # (n * frames, Gr * I, T / frames)
+        return _by_example(seen.unflatten(1, (self.conv.groups, -1)), x.shape[0], x.shape[1])
+
+    def contracted(self, part: slice, g: Tensor) -> Tensor:  # (K, n, Gr, O, T) -> (K, n, Gr, O, I)
+        x = self.x[part]
+        k, n, groups, o, _ = g.shape
+        attached = torch.is_grad_enabled() and (g.requires_grad or x.requires_grad)
+        if x.shape[1] > 1 or attached or not _convolves(x, g.dtype):
+            return super().contracted(part, g)
+        image = padded(self.conv, x.squeeze(1))
+        sizes = _positions(self.conv, image)
+        channels = image.reshape(1, -1, *image.shape[2:])  # (1, n * C, *size)
+        sent = g.permute(1, 2, 0, 3, 4).reshape(1, n * groups * k * o, *sizes)
+        shape = (n * groups * k * o, *self.conv.weight.shape[1:])
+        options = {"stride": self.conv.stride, "dilation": self.conv.dilation, "groups": n * groups}
+        found = _WEIGHT_GRADIENTS[image.dim()](channels, shape, sent, **options)
+        return found.reshape(n, groups, k, o, -1).permute(2, 0, 1, 3, 4)
+
     def _unfold(self, x: Tensor) -> Tensor:
         if x.shape[1] == 1:
             return patches(self.conv, x.squeeze(1))
-        flat = patches(self.conv, x.flatten(0, 1)).unflatten(0, x.shape[:2])  # (n, frames, Gr, I, T)
-        return flat.permute(0, 2, 3, 1, 4).flatten(3)
+        return _by_example(patches(self.conv, x.flatten(0, 1)), x.shape[0], x.shape[1])
 
     def features(self, part: slice, index: Tensor) -> Tensor:  # (n, F, T)
         x = self.x[part]
@@ -104,6 +138,22 @@ class Patches:
         n, groups, i, t = self.shape
         step = max(1, _CHUNK // (groups * i * t))
         return torch.cat([self.read(slice(s, s + step)).mean(3, keepdim=True) for s in range(0, n, step)])
+
+
+def _convolves(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch's convolutions are fast and exact: on other devices they may round to half precision."""
+    return x.device.type == "cpu" and x.dtype == dtype == torch.float32
+
+
+def _by_example(x: Tensor, n: int, frames: int) -> Tensor:  # (n * frames, Gr, I, T / frames) -> (n, Gr, I, T)
+    """Take an example's frames together, as further positions."""
+    return x if frames == 1 else x.unflatten(0, (n, frames)).permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def _positions(conv: nn.modules.conv._ConvNd, image: Tensor) -> list[int]:
+    """Return how many positions the kernel has along each side of a padded image."""
+    sides = zip(image.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True)
+    return [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in sides]
 
 
 def patches(conv: nn.modules.conv._ConvNd, x: Tensor) -> Tensor:  # (M, C, *size) -> (M, Gr, I, T)
