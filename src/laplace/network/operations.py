@@ -35,7 +35,7 @@ class Line:
         last: its last layer.
     """
 
-    def __init__(self, network: nn.Sequential, last: nn.Module) -> None:
+    def __init__(self, network: nn.Module, last: nn.Linear) -> None:
         self._network, self._last, self._tensors = network, last, list[Tensor]()
         for layer in network.modules():
             self._tensors += _tensors_of(layer.__dict__)
@@ -44,39 +44,55 @@ class Line:
     @classmethod
     def of(cls, network: nn.Module, last: nn.Module) -> Line | None:
         """Return the line of a network; None if it is not such a sequence, or ends with another layer."""
-        if type(network) is not nn.Sequential:
+        if not is_line(network, last) or type(last) is not nn.Linear:
             return None
-        layers = [module for module in network.modules() if type(module) is not nn.Sequential]
-        known = all(type(layer) in _OPERATIONS for layer in layers) and layers and layers[-1] is last
-        line = cls(network, last) if known else None
-        plain = line is not None and all(type(t) in (Tensor, nn.Parameter) for t in line._tensors)
-        return line if plain else None
+        line = cls(network, last)
+        return line if all(type(t) in (Tensor, nn.Parameter) for t in line._tensors) else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the outputs, and the input of the last layer. x may be written to.
 
         None if a layer is of another kind by now or has hooks, or if a tensor was replaced, moved or written to.
         """
-        if any(_HOOKS_OF_ALL) or any(kind.forward is not forward for kind, forward in _FORWARDS):
+        last, seen = self._last, list[Tensor]()
+        phi = input_of(last, self._network, x, seen)
+        if phi is None or type(last) is not nn.Linear:
             return None
-        seen, phi, f = list[Tensor](), x, x
-        waiting: list[Any] = [self._network]
-        last: Any = None
-        while waiting:
-            module = waiting.pop()
-            own, kind = module.__dict__, type(module)
-            if _is_called_otherwise(own):
-                return None
-            if kind is nn.Sequential:
-                waiting += reversed(own["_modules"].values())
-                continue
-            operation = _OPERATIONS.get(kind)
-            if operation is None:
-                return None
+        same = len(seen) == len(self._tensors) and all(map(operator.is_, seen, self._tensors))
+        return (_linear(last, phi), phi) if same and places(seen) == self._places else None
+
+
+def is_line(network: nn.Module, last: nn.Module) -> bool:
+    """Whether a network is a sequence of known layers, and then the last one, which may be of any kind."""
+    layers = [module for module in network.modules() if type(module) is not nn.Sequential]
+    return type(network) is nn.Sequential and layers[-1] is last and all(type(m) in _OPERATIONS for m in layers[:-1])
+
+
+def input_of(last: nn.Module, network: nn.Module, x: Tensor, seen: list[Tensor] | None = None) -> Tensor | None:
+    """Return what reaches the last layer of a sequence of known layers; x may be written to.
+
+    None if it is not such a sequence, or has hooks. The tensors of all layers are added to `seen`.
+    """
+    if any(_HOOKS_OF_ALL) or any(kind.forward is not forward for kind, forward in _FORWARDS):
+        return None
+    waiting = [network]
+    while waiting:
+        module = waiting.pop()
+        own, kind = module.__dict__, type(module)
+        if _is_called_otherwise(own):
+            return None
+        if seen is not None:
             seen += _tensors_of(own)
-            last, phi, f = module, f, operation(module, f)
-        same = last is self._last and len(seen) == len(self._tensors) and all(map(operator.is_, seen, self._tensors))
-        return (f, phi) if same and places(seen) == self._places else None
+        if module is last:
+            return None if waiting else x
+        operation = _OPERATIONS.get(kind)
+        if operation is not None:
+            x = operation(module, x)
+        elif kind is nn.Sequential:
+            waiting += reversed(own["_modules"].values())
+        else:
+            return None
+    return None
 
 
 def shorten(replica: nn.Module) -> None:
