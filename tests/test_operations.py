@@ -22,7 +22,7 @@ def sequence() -> nn.Sequential:
     """A sequence of all known layers, in two levels."""
     torch.manual_seed(0)
     first = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten())
-    model = nn.Sequential(first, nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, CLASSES)).double()
+    model = nn.Sequential(first, nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
     nn.init.ones_(model[1].bias)  # so that all units are active
     return model
 
@@ -126,7 +126,7 @@ def swap_layer(model: nn.Sequential) -> None:
 
 
 def swap_activation(model: nn.Sequential) -> None:
-    model[2] = nn.Tanh()
+    model[2] = nn.ReLU()
 
 
 def insert(model: nn.Sequential) -> None:
@@ -204,7 +204,7 @@ def test_hooks_of_all_modules_and_patched_classes_are_respected(monkeypatch, lin
         handle.remove()
     assert not torch.allclose(before, hooked)
     assert torch.equal(outputs(la, x), before)
-    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x.tanh())
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: x.sigmoid())
     with torch.no_grad():
         torch.testing.assert_close(outputs(la, x), la.model(x))
     assert lines[0]
@@ -239,6 +239,32 @@ def test_threads_share_a_line():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("link", ["one_vs_rest", "probit", "mc"])
+def test_a_served_sequence_predicts_one_input_as_in_a_batch(link, monkeypatch):
+    la, _ = fitted()
+    x, module = inputs(), la.module(link)
+    expected, called = module(x), list[nn.Module]()
+    call = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: called.append(self) or call(self, *args))
+    found = module(x[:1])
+    assert called == [module]  # and none of its layers
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name][:1])
+    if link != "mc":
+        torch.testing.assert_close(found["mean"], la.predict(x[:1], link_approx=link).mean)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_whatever_changes_in_a_served_sequence_is_seen(change):
+    la, x = fitted()
+    module = la.module()
+    module(x)
+    change(module.network)
+    together, one = module(inputs()), module(x)
+    for name, value in one.items():
+        torch.testing.assert_close(value, together[name][:1])
 
 
 class Net(nn.Module):

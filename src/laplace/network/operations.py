@@ -152,6 +152,10 @@ def _relu(layer: nn.Module, x: Tensor) -> Tensor:
     return torch.relu_(x) if layer.__dict__["inplace"] else torch.relu(x)
 
 
+def _tanh(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
 def _max_pool2d(layer: nn.Module, x: Tensor) -> Tensor:
     own = layer.__dict__
     if own["return_indices"]:
@@ -168,6 +172,7 @@ _OPERATIONS: Final[Mapping[type[nn.Module], Operation]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
     nn.ReLU: _relu,
+    nn.Tanh: _tanh,
     nn.MaxPool2d: _max_pool2d,
     nn.Flatten: _flatten,
 }

@@ -70,7 +70,7 @@ class PredictiveModule(nn.Module):
         self._row_shape = torch.Size((1, self._width))
         self._row: ServedRow | None = None
         self._one_row = self._dim == -1 and not flat and predictive.row() is not None
-        self._in_line = self._one_row and is_line(network, layer)
+        self._in_line = is_line(network, layer)
         self.eval()
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
