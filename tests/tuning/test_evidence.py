@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from laplace import Laplace
 from laplace.errors import BoundaryWarning, OptionError, UnsupportedError
+from laplace.priors.gaussian import GaussianPrior
 from laplace.structures import STRUCTURES
 from networks import CLOSED, cut, make
 
@@ -176,6 +179,33 @@ def test_what_is_returned_is_what_was_seen_and_is_set(structure):
     assert f"log evidence {tuned.score:.6g}" in repr(tuned)
     with pytest.raises(OptionError, match=r"index=3: there are 1 values"):
         tuned.curve(index=3)
+
+
+@pytest.mark.parametrize("groups", ["scalar", "layerwise", "diag"])
+def test_the_terms_of_the_prior_are_those_of_its_dense_precision(groups):
+    la = fitted("regression", "diag")
+    layout, theta = la.posterior.fit.layout, la.mean
+    torch.manual_seed(0)
+    count = {"scalar": 1, "layerwise": len(layout.names), "diag": layout.n_params}[groups]
+    prior = GaussianPrior(0.1 + torch.rand(count, dtype=torch.float64), torch.randn_like(theta))
+    owner = torch.arange(len(layout.names)).repeat_interleave(torch.tensor(layout.sizes))  # the tensor of each weight
+    owner = {"scalar": 0 * owner, "layerwise": owner, "diag": torch.arange(len(theta))}[groups]
+    dense, away = prior.precision[owner].diag(), theta - prior.mean
+    terms = prior.terms(theta, layout, groups, prior.distances(theta, layout, groups))
+    close = partial(torch.allclose, rtol=1e-12)
+    assert close(terms.scatter, away @ dense @ away)
+    assert close(terms.logdet, torch.logdet(dense))
+    for power, found in enumerate(terms.traces, 1):
+        variances = torch.linalg.matrix_power(dense.inverse(), power).diagonal()
+        assert close(found, torch.zeros(count, dtype=torch.float64).index_add(0, owner, variances))
+
+
+@pytest.mark.parametrize("prior", ["scalar", "layerwise"])
+def test_every_point_of_the_way_has_the_evidence_that_is_computed_from_the_weights(prior):
+    la = fitted("classification", "kron", prior_mean=0.1)
+    tuned = la.tune(method="evidence", prior_structure=prior)
+    for point in tuned.points:
+        assert point.score == pytest.approx(float(la.log_marginal_likelihood(point.prior_precision)), rel=1e-12)
 
 
 def test_what_was_warned_of_is_noted():

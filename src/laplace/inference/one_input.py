@@ -46,9 +46,10 @@ class Way:
     spec: Spec
     temperature: float
     dtype: torch.dtype
+    shape: torch.Size  # of the outputs
 
 
-@dataclass(frozen=True)
+@dataclass
 class AtOneInput:
     """Holds the prediction at one input, and what the rest of it is computed from when it is read."""
 
@@ -90,19 +91,23 @@ def _found(source: Any, x: Tensor, link: str | None, as_in_paper: bool) -> AtOne
             ways.clear()
         ways[key] = _way(source, posterior, link, as_in_paper, temperature)
     way: Way | None = ways.get(key)
-    ready = None if way is None else waiting.take(posterior.fit)
-    if way is None or ready is None:
+    if way is None:
         return None
-    try:
-        run = ready.engine.at_one(x)
-    except Exception:  # any error of the network, which the general way explains
-        return None
-    waiting.give(ready)
+    run = waiting.in_line(posterior.fit, x)
     if run is None:
-        ways[key] = None  # nor will the next input be ordinary
-        return None
+        ready = waiting.take(posterior.fit)
+        if ready is None:
+            return None
+        try:
+            run = ready.engine.at_one(x)
+        except Exception:  # any error of the network, which the general way explains
+            return None
+        waiting.give(ready)
+        if run is None:
+            ways[key] = None  # nor will the next input be ordinary
+            return None
     f, phi = run
-    if not is_plain(f) or f.shape[1] != posterior.fit.n_outputs or f.dtype is not way.dtype:
+    if not is_plain(f) or f.shape != way.shape or f.dtype is not way.dtype or phi.dtype is not way.dtype:
         return None
     row = f.numpy()[0]
     found = way.row(row if temperature == 1 else row / temperature, phi.numpy()[0])
@@ -134,10 +139,8 @@ def _way(source: Any, posterior: Posterior, link: Any, as_in_paper: bool, temper
         return None
     assert how is not None
     scale, c, budget = 1 / temperature, fit.n_outputs, spec.budget
-    outputs = spread_of(posterior.gaussian, fit.layout, Seen(c, scale), budget)
-    used = outputs
-    if isinstance(how.needs(), Contrasts):
-        used = spread_of(posterior.gaussian, fit.layout, Seen(c, scale, contrasts=True), budget)
+    seen = Seen(c, scale, contrasts=isinstance(how.needs(), Contrasts))
     assert closed_form is not None
-    row = row_predictive(closed_form, used, outputs)
-    return None if row is None else Way(posterior, name, row, weights, spec, temperature, fit.mean.dtype)
+    row = row_predictive(closed_form, spread_of(posterior.gaussian, fit.layout, seen, budget))
+    shape = torch.Size((1, c))
+    return None if row is None else Way(posterior, name, row, weights, spec, temperature, fit.mean.dtype, shape)

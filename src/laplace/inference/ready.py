@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laplace.backprop import Head, Network
 from laplace.network.kept import KeptReplica
+from laplace.network.operations import Line, shorten
 from laplace.network.pieces import is_stand_in
 from laplace.posterior.posterior import Fit, Posterior
 
@@ -25,6 +26,7 @@ class ReadyEngine:
     kept: KeptReplica
     fit: Fit
     pairs: list[tuple[Tensor, Tensor]]  # parts of the network's weights, and of the mean at the fit
+    line: Line | None = None  # the network itself, if it can be run without a replica
     turn: int = 0
 
     @classmethod
@@ -38,10 +40,14 @@ class ReadyEngine:
             if flat.data_ptr() != t.data_ptr() or t.device != m.device:  # a copy would not follow the weights
                 return None
             pairs += zip(flat.split(_AT_ONCE), m.to(t.dtype).split(_AT_ONCE), strict=True)
+        line = None
         if isinstance(engine, Network):
             engine.put_hooks()
+        else:
+            shorten(kept.replica)
+            line = Line.of(kept.network, engine.weights.layer(kept.network))
         kept.settle()
-        return cls(engine, kept, fit, pairs)
+        return cls(engine, kept, fit, pairs, line)
 
     @property
     def device(self) -> torch.device:
@@ -54,8 +60,17 @@ class ReadyEngine:
         Writes that torch counts are always seen. Those through `.data` are seen in the uncertain weights alone, of
         which 65,536 are compared in a call, the next ones in the next call.
         """
-        if self.fit is not fit or not self.kept.is_current():
-            return False
+        return self.fit is fit and self.kept.is_current() and self._has_same_weights()
+
+    def in_line(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return outputs and features by the network itself. None if it is not a line, or not as it was."""
+        try:
+            found = None if self.line is None else self.line(x.clone())
+        except Exception:  # any error of the network
+            return None
+        return found if found is not None and self._has_same_weights() else None
+
+    def _has_same_weights(self) -> bool:
         left = _AT_ONCE
         for _ in self.pairs:
             t, m = self.pairs[self.turn]
@@ -73,7 +88,18 @@ class Ready:
 
     def __init__(self) -> None:
         self._idle: list[ReadyEngine] = []
+        self._lined: ReadyEngine | None = None
         self._fixed: tuple[Posterior | None, dict[Any, Any]] = None, {}
+
+    def in_line(self, fit: Fit, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return outputs and features of one input if that takes no engine: threads may share a line."""
+        lined = self._lined
+        if lined is None or lined.fit is not fit:
+            return None
+        found = lined.in_line(x)
+        if found is None:
+            lined.line = self._lined = None
+        return found
 
     def take(self, fit: Fit) -> ReadyEngine | None:
         """Return an engine that may be used for this fit, if there is one. Others are dropped."""
@@ -90,6 +116,7 @@ class Ready:
         """Keep an engine for the next call, unless the run has left something in its replica."""
         if len(self._idle) < _IDLE and ready.kept.is_clean():
             self._idle.append(ready)
+            self._lined = ready if ready.line is not None else None
 
     def fixed_by(self, posterior: Posterior) -> dict[Any, Any]:
         """Return a dict in which to keep what this posterior fixes: an empty one as soon as it is another."""
@@ -101,7 +128,7 @@ class Ready:
     def clear(self) -> None:
         """Drop everything."""
         self._idle.clear()
-        self._fixed = None, {}
+        self._lined, self._fixed = None, (None, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ready:
         return Ready()

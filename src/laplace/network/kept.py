@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from laplace.network.copying import LONG, Copies, held_by
+from laplace.network.operations import places
 from laplace.network.pieces import behind, written
 from laplace.network.replica import known_writes, replica_and_copies, unwrap
 
@@ -42,12 +43,13 @@ class KeptReplica:
     """Holds a replica, and what decides whether it may be used again.
 
     Attributes:
+        network: the original.
         replica: the copy of the network.
         tensors: the network's own parameters and buffers, in the order of `Snapshot`.
     """
 
     def __init__(self, model: nn.Module, replica: nn.Module, copies: Copies) -> None:
-        self.replica = replica
+        self.network, self.replica = model, replica
         self.tensors = [*model.parameters(), *model.buffers()]
         pairs, aside = [*copies.pairs()], set[int]()
         for value, _ in pairs:
@@ -57,13 +59,13 @@ class KeptReplica:
         self._theirs = Contents(chain((value for value, _ in pairs), copies.dead_ends()))
         self._copies = [copy for value, copy in pairs if copy is not value]
         self._own: Contents | None = None
-        self._places = _places(self.tensors)
+        self._places = places(self.tensors)
         self._pieces = behind(self.tensors)
         self._written = written(self._pieces)
 
     def is_current(self) -> bool:
         """Whether the network is as it was when the replica was made, and no tensor was written to."""
-        same = self._theirs.are_same() and self._places == _places(self.tensors)
+        same = self._theirs.are_same() and self._places == places(self.tensors)
         return same and (not self._pieces or self._written == written(self._pieces))
 
     def settle(self) -> None:
@@ -170,8 +172,3 @@ class Contents:
         else:
             self._objects.append(value)
             self._others.append(value)
-
-
-def _places(tensors: list[Tensor]) -> list[Any]:
-    """Return where tensors lie in memory, and how often they were written to."""
-    return [(t.data_ptr(), t._version, t.stride()) for t in tensors]

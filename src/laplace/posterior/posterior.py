@@ -173,8 +173,7 @@ class Posterior:
     @property
     def scatter(self) -> Tensor:
         """Return (mean - mu0)^T D (mean - mu0)."""
-        value = self.prior.scatter(self.fit.mean, self.fit.layout)
-        return _finite(value, "scatter", "prior_mean and the prior precision")
+        return _finite_scatter(self.prior.scatter(self.fit.mean, self.fit.layout))
 
     @property
     def log_det_prior_precision(self) -> Tensor:
@@ -197,11 +196,20 @@ class Posterior:
         if not self.prior.quadratic:
             constant = 0.5 * self.fit.layout.n_params * math.log(2 * math.pi)
             return self.log_likelihood + self.log_prior + constant - 0.5 * self.log_det_posterior_precision
-        return self.log_likelihood - 0.5 * (self.scatter + self.log_det_ratio)
+        return self.evidence_given(self.scatter, self.log_det_prior_precision)
+
+    def evidence_given(self, scatter: Tensor, log_det_prior_precision: Tensor) -> Tensor:
+        """Return log Z from the terms of a Gaussian prior, if they are known already."""
+        ratio = self.log_det_posterior_precision - log_det_prior_precision
+        return self.log_likelihood - 0.5 * (_finite_scatter(scatter) + ratio)
 
     def detached(self) -> Posterior:
         """Return the same posterior without autograd graphs."""
         return replace(self, prior=self.prior.detached(), sigma=self.sigma.detach())
+
+
+def _finite_scatter(value: Tensor) -> Tensor:
+    return _finite(value, "scatter", "prior_mean and the prior precision")
 
 
 def _finite(value: Tensor, what: str, of: str) -> Tensor:

@@ -20,14 +20,12 @@ from laplace.linalg.autocast import plain
 from laplace.network.replica import plain_name, unwrap
 from laplace.posterior.posterior import Fit, Posterior, added
 from laplace.priors.base import Data, Prior
-from laplace.priors.gaussian import GaussianPrior
+from laplace.priors.gaussian import GaussianPrior, Terms
 from laplace.structures import Curvature, Gaussian, adding
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from laplace.structures.gaussian import Traces
 
 
 class Earlier:
@@ -137,8 +135,8 @@ class CurvedPrior(GaussianPrior):
         """Return (theta - mu)^T (H + D) (theta - mu)."""
         return self._own().quadratic(theta - self.mean.to(theta)).double()
 
-    def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
-        return self._own().traces(groups)
+    def terms(self, theta: Tensor, layout: Layout, groups: str, distances: Tensor) -> Terms:
+        return Terms(self._own().traces(groups), self.scatter(theta, layout), self.logdet(layout, theta))
 
     @property
     def curved(self) -> bool:

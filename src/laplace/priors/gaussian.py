@@ -28,6 +28,21 @@ if TYPE_CHECKING:
 _TOGETHER = 2**20  # weights that are copied to float64 at a time
 
 
+@dataclass(frozen=True)
+class Terms:
+    """Holds what the evidence takes of a Gaussian prior.
+
+    Attributes:
+        traces: of its covariance, by groups of weights, as `Gaussian.traces`.
+        scatter: (theta - mu0)^T D (theta - mu0).
+        logdet: log det D.
+    """
+
+    traces: Traces
+    scatter: Tensor
+    logdet: Tensor
+
+
 @dataclass(frozen=True, repr=False)
 class GaussianPrior(Prior):
     """Makes weights independent and Gaussian. `prior_precision=` and `prior_mean=` give the same prior.
@@ -158,22 +173,15 @@ class GaussianPrior(Prior):
         for own, mean in zip(layout.split(theta), layout.split(means), strict=True):
             yield (own - mean).double().square()
 
-    def traces(self, layout: Layout, like: Tensor, groups: str) -> Traces:
-        """Return the traces of the prior's own covariance, as `Gaussian.traces` does."""
-        if groups == "diag":
-            variances = self.diagonal(layout, like).double().reciprocal()
-            return variances, variances.square()
-        if self.precision.numel() == 1:
-            variance = self.blocks(layout, like)[0].double().reciprocal()
-            sizes = variance.new_tensor(layout.sizes if groups == "layerwise" else [layout.n_params])
-            return variance * sizes, variance.square() * sizes
-        each = [d.double().reciprocal() for d in self.blocks(layout, like)]
-        shares = [
-            size / v.numel() for v, size in zip(each, layout.sizes, strict=True)
-        ]  # one precision for many weights
-        first = [v.sum() * share for v, share in zip(each, shares, strict=True)]
-        second = [v.square().sum() * share for v, share in zip(each, shares, strict=True)]
-        return _grouped(first, groups), _grouped(second, groups)
+    def terms(self, theta: Tensor, layout: Layout, groups: str, distances: Tensor) -> Terms:
+        """Return what the evidence takes of the prior, if it has one precision for each group of weights.
+
+        `distances` are those of `theta`, (G,): with them, no step of a search goes over the weights again.
+        """
+        delta = self.precision.double().reshape(-1)
+        count = delta.new_tensor({"scalar": [layout.n_params], "layerwise": layout.sizes, "diag": [1]}[groups])
+        first = count / delta
+        return Terms((first, first / delta), (delta * distances).sum(), (count * delta.log()).sum())
 
     def state(self, layout: Layout) -> dict[str, Any]:
         return super().state(layout) | {"mean": self.mean.detach().clone()}

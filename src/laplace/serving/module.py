@@ -17,6 +17,7 @@ from laplace.inference.predict import predict
 from laplace.linalg.autocast import plainly
 from laplace.linalg.tracing import is_plain
 from laplace.network.inputs import Keys, logits
+from laplace.network.operations import input_of, is_line
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.reshape import PredictionAtPositions
@@ -69,13 +70,17 @@ class PredictiveModule(nn.Module):
         self._row_shape = torch.Size((1, self._width))
         self._row: ServedRow | None = None
         self._one_row = self._dim == -1 and not flat and predictive.row() is not None
+        self._in_line = is_line(network, layer)
         self.eval()
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
         """Return the prediction at a batch of inputs, in the shape of the network's outputs."""
         # Entries of _modules, _parameters and _buffers: as attributes, each takes half as long as a small operation.
         plain = isinstance(x, Tensor) and not further and not named
-        out = self._modules["network"](x) if plain else self._called(x, further, named)  # type: ignore[misc]
+        network: Any = self._modules["network"]
+        out = input_of(self._layer(), network, x) if self._in_line and plain and is_plain(x) else None
+        if out is None:
+            out = network(x) if plain else self._called(x, further, named)
         phi = out if isinstance(out, Tensor) else logits(out)
         if self._one_row and is_plain(phi) and phi.shape == self._row_shape:
             found = self._at_row(phi)

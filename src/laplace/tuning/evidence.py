@@ -53,8 +53,8 @@ def maximise_evidence(
     problem = _Problem(space)
     fixed = torch.zeros_like(start, dtype=torch.bool) if held is None else held
     x, steps = _newton(problem, start, fixed, max_steps, verbose)
-    points = tuple(Point.of(space.at(seen), value) for seen, value in problem.seen)
-    best = next(point for point, (seen, _) in zip(points, problem.seen, strict=True) if seen is x)
+    points = tuple(point for _, point in problem.seen)
+    best = next(point for seen, point in problem.seen if seen is x)
     notes = _notes(problem, torch.where(fixed, 0, x), steps, max_steps)
     for note, category in notes:
         warn(note, category)
@@ -83,14 +83,15 @@ class _Problem:
         self.r = prior.distances(fit.mean, fit.layout, self.groups) if isinstance(prior, GaussianPrior) else None
         self.q = 2.0 if fit.kind == "ef" else 1.0
         self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
-        self.seen: list[tuple[Tensor, float]] = []
+        self.seen: list[tuple[Tensor, Point]] = []
         self.slack = 0.0  # differences of the evidence that mean nothing, where it is estimated
 
     def step(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return evidence, gradient, and the Newton step in the free coordinates."""
-        found = self._step_by_traces(x, free) if self.commutes else self._step_by_autograd(x, free)
-        self.seen.append((x, float(found[0])))
-        return found
+        of = self._step_by_traces if self.commutes else self._step_by_autograd
+        posterior, value, gradient, step = of(x, free)
+        self.seen.append((x, Point.of(posterior, float(value))))
+        return value, gradient, step
 
     def tried(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the same, or None where the prior is lost to rounding: the step was too long.
@@ -104,14 +105,15 @@ class _Problem:
                 raise
             return None
 
-    def _step_by_traces(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _step_by_traces(self, x: Tensor, free: Tensor) -> tuple[Posterior, Tensor, Tensor, Tensor]:
         posterior = self.at(x)
         fit, prior = posterior.fit, posterior.prior
         assert isinstance(prior, GaussianPrior)
         assert self.r is not None
         self.slack = _SLACK * 0.5 * posterior.gaussian.logdet_error
-        delta = prior.precision.double().reshape(-1)
-        (t, m), (t0, m0) = posterior.gaussian.traces(self.groups), prior.traces(fit.layout, fit.mean, self.groups)
+        delta, own = prior.precision.double().reshape(-1), prior.terms(fit.mean, fit.layout, self.groups, self.r)
+        value = posterior.evidence_given(own.scatter, own.logdet)
+        (t, m), (t0, m0) = posterior.gaussian.traces(self.groups), own.traces
         pull = delta * (self.r + t - t0)
         gradient, diagonal, dense = -0.5 * pull, 0.5 * pull, None
         if m.dim() == 1:
@@ -120,12 +122,12 @@ class _Problem:
             spread = m - (m0.diag() if m0.dim() == 1 else m0)
             dense = diagonal.diag() - 0.5 * delta.unsqueeze(1) * spread * delta
         if not self.with_noise:
-            return posterior.log_evidence, gradient, _solve(diagonal, dense, None, None, gradient, free)
+            return posterior, value, gradient, _solve(diagonal, dense, None, None, gradient, free)
         slope, bend = self._noise(x[-1])
         gamma, coupling, total = _determined(posterior, (t, m), t0)
         gradient = torch.cat([gradient, (slope + self.q * gamma).reshape(1)])
         corner = -bend + 2 * self.q**2 * total
-        return posterior.log_evidence, gradient, _solve(diagonal, dense, self.q * coupling, corner, gradient, free)
+        return posterior, value, gradient, _solve(diagonal, dense, self.q * coupling, corner, gradient, free)
 
     def described(self, x: Tensor) -> str:
         """Say where a point is."""
@@ -142,14 +144,16 @@ class _Problem:
             (bend,) = torch.autograd.grad(slope, z)
         return slope.detach(), bend.detach()
 
-    def _step_by_autograd(self, x: Tensor, free: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _step_by_autograd(self, x: Tensor, free: Tensor) -> tuple[Posterior, Tensor, Tensor, Tensor]:
         with torch.inference_mode(False), torch.enable_grad():
             x = x.detach().clone().requires_grad_()
-            value = self.at(x).log_evidence
+            posterior = self.at(x)
+            value = posterior.log_evidence
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
             rows = [torch.autograd.grad(g, x, retain_graph=True, materialize_grads=True)[0] for g in gradient]
         gradient, bend = gradient.detach(), -torch.stack(rows)
-        return value.detach(), gradient, _solve(bend.diagonal(), bend, None, None, gradient, free)
+        step = _solve(bend.diagonal(), bend, None, None, gradient, free)
+        return posterior.detached(), value.detach(), gradient, step
 
 
 def _determined(posterior: Posterior, traces: Traces, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
