@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace.backprop import Network
 from laplace.backprop.gradients import Engine, Forward, Moments, is_absent
 from laplace.backprop.plan import Learned
-from laplace.budget import Budget, in_bytes
+from laplace.budget import LARGE, Budget, give_back_freed_memory, in_bytes
 from laplace.curvature import Estimator, OutputCurvature
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import Shard, places
@@ -21,10 +21,12 @@ from laplace.errors import FormChangedError, InputError, NumericalError, Unsuppo
 from laplace.inference.reads import ABSENT, Read, changed_form, require_each_once
 from laplace.inference.targets import counted
 from laplace.likelihoods.base import Likelihood, Targets
+from laplace.linalg.few_rows import all_finite
+from laplace.linalg.gram_sums import GramRows, GramSum
 from laplace.linalg.sampling import Keyed, rows_keyed, seed_from
 from laplace.linalg.shared_sums import share_equal_rows, sums_from
-from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
-from laplace.network.batch_merging import Group, gathered
+from laplace.linalg.symmetric import gram, in_sums, or_double
+from laplace.network.batch_merging import Group, cut, gathered
 from laplace.network.batches import Batch
 from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
@@ -242,6 +244,8 @@ class Accumulator:
         if not any(read.counting for read in reads):
             raise InputError(f"none of the {self.n_all} examples counts: all are ignored, masked, or have weight 0.")
         with torch.no_grad(), self._trusting():
+            if self.layout.n_params > LARGE:
+                give_back_freed_memory()
             used = set().union(*(read.used for read in reads))
             found = self._finished_sums(used)
             _require_finite(found | self.data, self._like.dtype)
@@ -253,7 +257,13 @@ class Accumulator:
     def _finished_sums(self, used: set[str]) -> Sums:
         """Return the sums of this run over the data, with zeros of tensors that no rank has used."""
         add_to(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
-        return {key: _tensor(value, self._like) for key, value in self.sums.items()}
+        alone = self.reduce.size == 1  # other ranks have other rows: only products add up
+        found: Sums = {}
+        for key in list(self.sums):  # each is dropped as soon as it is finished: two copies of all would be large
+            total = self.sums.pop(key)
+            closed = alone and isinstance(total, GramSum)
+            found[key] = total.close() if closed else _tensor(total, self._like)
+        return found
 
     def _reduced(self, sums: Sums, data: Sums) -> tuple[Sums, Sums]:
         """Return both kinds of sums over all ranks, in one reduction."""
@@ -277,7 +287,8 @@ class Accumulator:
         groups = gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0, most)
         for number, group in enumerate(groups, 1):
             if isinstance(group, Batch):
-                self._count(group.inputs, *self._run(group))
+                for part in self._parts(group):
+                    self._count(part.inputs, *self._run(part))
                 last = group
             elif (run := self._run_as_one(group)) is not None:
                 last = group.joined()
@@ -292,6 +303,12 @@ class Accumulator:
             if self.progress is not None:
                 self.progress.counted([group] if isinstance(group, Batch) else group.batches(), self._partial)
         self._confirm(last)
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """Yield a batch in parts that the engine can run at once."""
+        with within(f"batch {batch.index}"):
+            most = self.engine.most(batch.inputs)
+        yield from cut(batch, most)
 
     def _marked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Note a sum of each batch, by which ranks notice that they read the same data."""
@@ -470,10 +487,10 @@ class Accumulator:
 
     def _add_sums(self, moments: Moments) -> None:
         """Add the sums of a batch. Sums of unused tensors wait for a batch that uses them, which shows their form."""
-        part = self.pass_.sums(moments, self.layout)
+        part = dict(self.pass_.sums(moments, self.layout))
         names = {name for name, m in zip(self.layout.names, moments.parameters, strict=True) if is_absent(m)}
-        waiting = {key: value for key, value in part.items() if key.rpartition("/")[0] in names}
-        add_to(self.sums, {key: value for key, value in part.items() if key not in waiting})
+        waiting = {key: part.pop(key) for key in list(part) if key.rpartition("/")[0] in names}
+        add_to(self.sums, part)
         self._zeros = {**waiting, **self._zeros}
 
     def _notice_forms(self, moments: Moments) -> None:
@@ -518,10 +535,11 @@ def _alike(f: Tensor, other: Tensor) -> bool:
     return f.shape == other.shape and bool((f - other).abs().max() <= torch.finfo(f.dtype).eps ** 0.5 * f.abs().max())
 
 
-def add_to(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> None:
-    """Add the contributions of a batch to sums."""
+def add_to(total: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add the contributions of a batch to sums: tensors, `GramRows` and numbers. Each leaves `part` as it is added."""
     added = share_equal_rows(total, part)
-    for key, value in part.items():
+    for key in list(part):
+        value = part.pop(key)
         so_far = total.get(key)
         if isinstance(value, GramRows) and isinstance(so_far, Tensor):
             value = gram(value.rows).unsqueeze(0)  # a batch with one position after others with several
@@ -538,7 +556,7 @@ def add_to(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float])
 
 def _require_finite(sums: Sums, dtype: torch.dtype) -> None:
     """Refuse sums with an overflow or a gradient that does not exist."""
-    bad = [key for key, value in sums.items() if not value.sum().isfinite() and not value.isfinite().all()]
+    bad = [key for key, value in sums.items() if not all_finite(value)]
     if bad:
         raise NumericalError(
             f"the sums over the data hold NaN or infinite values in {', '.join(bad[:3])}; all outputs are finite. "

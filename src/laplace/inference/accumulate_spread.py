@@ -22,7 +22,8 @@ from laplace.distributed.buckets import add_up
 from laplace.distributed.ranks import Form, Ranks, agreed
 from laplace.errors import UnsupportedError
 from laplace.inference.accumulate import Accumulator, add_to
-from laplace.linalg.symmetric import GramRows, gram
+from laplace.linalg.gram_sums import GramRows
+from laplace.linalg.symmetric import gram
 from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
 from laplace.structures import Pass, Structure, Sums
