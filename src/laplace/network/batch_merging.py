@@ -89,7 +89,7 @@ def cut(batch: Batch, most: int) -> Iterator[Batch]:
     step = -(-n // -(-n // most))
     for start in range(0, n, step):
         labels = batch.labels(start, start + step)
-        yield replace(labels, inputs=batch.inputs.part(start, start + step))
+        yield replace(labels, inputs=batch.inputs.part(start, start + step), start=start)
 
 
 def _kind(batch: Batch) -> Any:
