@@ -43,12 +43,10 @@ class GramSum:
         """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
         m, d = rows.shape
         rows = rows if self.dtype is None else rows.to(self.dtype)
-        enough = self.dtype is not None or self._seen >= 2 * d  # fewer are collected: a product would be in float64
-        many = m >= 2 * d or (d >= MANY and enough)
-        if m >= (_ENOUGH if d < MANY else _ENOUGH_WIDE) and many:
+        room = self._room(d)
+        if m >= room or (d < MANY and m >= max(2 * d, _ENOUGH)):
             self._take(rows)
             return
-        room = self._room(d)
         buffer = self._grown(rows, room)
         fitting = min(m, len(buffer) - self._filled)  # full before it is emptied: rows enough for float32
         buffer[self._filled : self._filled + fitting] = rows[:fitting]
