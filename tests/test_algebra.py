@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace.linalg.symmetric import GramSum, eigh, gram
+from laplace.linalg.gram_sums import GramSum
+from laplace.linalg.symmetric import eigh, gram
 
 WIDTHS = [1, 2, 37, 511, 512, 513, 700, 1025]
 DTYPES = [torch.float32, torch.float64]

@@ -183,7 +183,7 @@ def test_draws_are_the_generators_alone_whichever_way_the_sums_were_made(structu
 @pytest.mark.parametrize("size", [1, 50, 2000])
 @pytest.mark.parametrize(
     "constant",
-    ["laplace.linalg.symmetric._HELD", "laplace.backprop.layers.conv._CHUNK", "laplace.backprop.activations._PRODUCTS"],
+    ["laplace.linalg.gram_sums._HELD", "laplace.backprop.layers.conv._CHUNK", "laplace.backprop.activations._PRODUCTS"],
 )
 @pytest.mark.parametrize("network", ["conv", "residual"])
 @pytest.mark.parametrize("structure", CLOSED)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.inference.sums import add_to
-from laplace.linalg.symmetric import GramRows, GramSum
+from laplace.linalg.gram_sums import GramRows, GramSum
 
 DIMS = [3, 70, 520]  # narrow, collected over batches, kept as a triangle
 

@@ -121,9 +121,11 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
         n, v = f.shape[0], random_vectors(f)
         edges = [edge for call in recorded for edge in call.edges]
         probed = torch.linspace(0, n - 1, min(n, EXAMPLES)).round().long()
-        touched = _sent(f, edges, _alone(v, probed), plan)
-        if not _arrange(plan, recorded, touched, probed.tolist(), n):
-            return False
+        elsewhere = any(shape[:1] != (n,) for call in recorded for shape in call.shapes)
+        for some in (probed[:1], probed) if elsewhere else (probed,):  # one shows what has no examples
+            touched = _sent(f, edges, _alone(v, some), plan)
+            if not _arrange(plan, recorded, touched, some.tolist(), n):
+                return False
         expected = _expected(f, [parameters[name] for name in layout.names], v)
         last = find_last_call(plan, recorded, f)
         last = last if last is not None and last.begins(f, v) else None

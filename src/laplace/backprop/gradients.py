@@ -455,6 +455,10 @@ class Engine(Protocol):
         """Return up to how many examples small batches are run together."""
         ...
 
+    def most(self, inputs: Inputs) -> int:
+        """Return how many examples like these may be run at once, with what is sent back to all layers."""
+        ...
+
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
         """Cut the inputs so that the gradients of `n_outputs` vectors fit into memory."""
         ...

@@ -53,6 +53,10 @@ class Head:
         """Return 0: batches are not joined. Their features are small, and are collected before products are taken."""
         return 0
 
+    def most(self, inputs: Inputs) -> int:
+        """Return a number that no batch exceeds: no graph is kept."""
+        return 2**62
+
     def chunks(self, inputs: Inputs, n_outputs: int) -> Iterator[Inputs]:
         """Yield the inputs unchanged, since no gradients are kept."""
         yield inputs

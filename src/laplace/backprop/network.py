@@ -27,7 +27,7 @@ from laplace.backprop.record import NotSeen, Recorded, Recorder
 from laplace.backprop.sending import sent_back
 from laplace.backprop.twice import twice_differentiable
 from laplace.backprop.uses import NetworkJacobian, NoUse, Use, along, split
-from laplace.budget import Budget
+from laplace.budget import LARGE, Budget, give_back_freed_memory
 from laplace.errors import ModelError, quiet
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import gram, in_sums, precise_gram
@@ -82,6 +82,11 @@ class Network:
             return 0
         numbers = min(_NARROW, self.budget.chunk // 64)
         return min(numbers // self.plan.width, 4 * numbers // max(1, self._read))
+
+    def most(self, inputs: Inputs) -> int:
+        """Return for how many examples one vector's gradients, and what the network keeps for them, fit into memory."""
+        plan = self.planned(inputs.normal_tensors())
+        return self.budget.count(4 * self.item_size * plan.width)
 
     def forward(self, inputs: Inputs, with_grad: bool = False) -> NetworkForward:
         """Run a batch and keep its graph, with gradients with respect to the inputs only `with_grad`."""
@@ -148,6 +153,8 @@ class Network:
             self._recorder[1].remove()
             self._recorder = (None, None)
         self.plan = make_plan(self.replica, self.weights.layout.whole, inputs, learned)
+        if self.weights.layout.whole.n_params > LARGE:  # the audit has compared gradients of all weights
+            give_back_freed_memory()
         return self.plan
 
     def keep(self, plan: Plan, inputs: Inputs) -> None:

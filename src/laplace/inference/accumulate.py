@@ -13,7 +13,7 @@ from torch import Tensor
 from laplace.backprop import Network
 from laplace.backprop.gradients import Engine, Forward, Moments, is_absent
 from laplace.backprop.plan import Learned
-from laplace.budget import Budget
+from laplace.budget import LARGE, Budget, give_back_freed_memory
 from laplace.curvature import Estimator, OutputCurvature
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import Shard, places
@@ -23,10 +23,10 @@ from laplace.inference.reads import Form, Read, changed_form, require_each_once
 from laplace.inference.sums import add_to, as_tensor, forms_of, require_finite_sums, require_memory
 from laplace.inference.targets import counted
 from laplace.likelihoods.base import Likelihood, Targets
+from laplace.linalg.gram_sums import GramSum
 from laplace.linalg.sampling import Keyed, rows_keyed, seed_from
 from laplace.linalg.shared_sums import sums_from
-from laplace.linalg.symmetric import GramSum
-from laplace.network.batch_merging import Group, gathered
+from laplace.network.batch_merging import Group, cut, gathered
 from laplace.network.batches import Batch
 from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
@@ -51,7 +51,7 @@ _STATE = (
     "_seed",
 )
 UNKNOWN = -1  # how many examples an earlier run gave, if another rank remembers its totals
-_HELD = 2**23  # how many numbers to collect before their moments are computed
+_HELD = 2**21  # how many numbers to collect before their moments are computed. More is not faster
 
 
 class Accumulator:
@@ -214,6 +214,8 @@ class Accumulator:
         if not any(read.counting for read in reads):
             raise InputError(f"none of the {self.n_all} examples counts: all are ignored, masked, or have weight 0.")
         with torch.no_grad(), self._trusting():
+            if self.layout.n_params > LARGE:
+                give_back_freed_memory()
             used = set().union(*(read.used for read in reads))
             found = self._finished_sums(used)
             require_finite_sums(found | self.data, self._like.dtype)
@@ -225,7 +227,13 @@ class Accumulator:
     def _finished_sums(self, used: set[str]) -> Sums:
         """Return the sums of this run over the data, with zeros of tensors that no rank has used."""
         add_to(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
-        return {key: as_tensor(value, self._like) for key, value in self.sums.items()}
+        alone = self.reduce.size == 1  # other ranks have other rows: only products add up
+        found: Sums = {}
+        for key in list(self.sums):  # each is dropped as soon as it is finished: two copies of all would be large
+            total = self.sums.pop(key)
+            closed = alone and isinstance(total, GramSum)
+            found[key] = total.close() if closed else as_tensor(total, self._like)
+        return found
 
     def _reduced(self, sums: Sums, data: Sums) -> tuple[Sums, Sums]:
         """Return both kinds of sums over all ranks, in one reduction."""
@@ -249,7 +257,8 @@ class Accumulator:
         groups = gathered(batches, lambda: self.engine.room() if self.n_data and self._together else 0, most)
         for number, group in enumerate(groups, 1):
             if isinstance(group, Batch):
-                self._count(group.inputs, *self._run(group))
+                for part in self._parts(group):
+                    self._count(part.inputs, *self._run(part))
                 last = group
             elif (run := self._run_as_one(group)) is not None:
                 last = group.joined()
@@ -264,6 +273,12 @@ class Accumulator:
             if self.progress is not None:
                 self.progress.counted([group] if isinstance(group, Batch) else group.batches(), self._partial)
         self._confirm(last)
+
+    def _parts(self, batch: Batch) -> Iterator[Batch]:
+        """Yield a batch in parts that the engine can run at once."""
+        with within(f"batch {batch.index}"):
+            most = self.engine.most(batch.inputs)
+        yield from cut(batch, most)
 
     def _marked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Note a sum of each batch, by which ranks notice that they read the same data."""
@@ -319,7 +334,7 @@ class Accumulator:
             with torch.no_grad():
                 self._keep(inputs, forward, targets, of)
                 with self._trusting():
-                    add_to(self.data, self.likelihood.sums(f, targets))
+                    add_to(self.data, dict(self.likelihood.sums(f, targets)))
             self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
         self.n_data, self.n_outputs = self.n_data + forward.positions.n, f.shape[1]
 
@@ -442,10 +457,10 @@ class Accumulator:
 
     def _add_sums(self, moments: Moments) -> None:
         """Add the sums of a batch. Sums of unused tensors wait for a batch that uses them, which shows their form."""
-        part = self.pass_.sums(moments, self.layout)
+        part = dict(self.pass_.sums(moments, self.layout))
         names = {name for name, m in zip(self.layout.names, moments.parameters, strict=True) if is_absent(m)}
-        waiting = {key: value for key, value in part.items() if key.rpartition("/")[0] in names}
-        add_to(self.sums, {key: value for key, value in part.items() if key not in waiting})
+        waiting = {key: part.pop(key) for key in list(part) if key.rpartition("/")[0] in names}
+        add_to(self.sums, part)
         self._zeros = {**waiting, **self._zeros}
 
     def _require_memory(self, moments: Moments, like: Tensor) -> None:

@@ -23,7 +23,8 @@ from laplace.distributed.ranks import Form, Ranks, agreed
 from laplace.errors import UnsupportedError
 from laplace.inference.accumulate import Accumulator
 from laplace.inference.sums import add_to
-from laplace.linalg.symmetric import GramRows, gram
+from laplace.linalg.gram_sums import GramRows
+from laplace.linalg.symmetric import gram
 from laplace.network.inputs import Inputs
 from laplace.posterior.posterior import Fit
 from laplace.structures import Pass, Structure, Sums

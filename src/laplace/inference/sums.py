@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,19 @@ from laplace.backprop.gradients import Moments, is_absent
 from laplace.budget import Budget, in_bytes
 from laplace.errors import NumericalError
 from laplace.inference.reads import ABSENT, Form
+from laplace.linalg.few_rows import all_finite
+from laplace.linalg.gram_sums import GramRows, GramSum
 from laplace.linalg.shared_sums import share_equal_rows
-from laplace.linalg.symmetric import GramRows, GramSum, gram, in_sums, or_double
+from laplace.linalg.symmetric import gram, in_sums, or_double
 from laplace.structures import STRUCTURES, Structure, Sums
 from laplace.weights.layout import Layout
 
 
-def add_to(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> None:
-    """Add the contributions of a batch to sums."""
+def add_to(total: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add the contributions of a batch to sums: tensors, `GramRows` and numbers. Each leaves `part` as it is added."""
     added = share_equal_rows(total, part)
-    for key, value in part.items():
+    for key in list(part):
+        value = part.pop(key)
         so_far = total.get(key)
         if isinstance(value, GramRows) and isinstance(so_far, Tensor):
             value = gram(value.rows).unsqueeze(0)  # a batch with one position after others with several
@@ -38,7 +41,7 @@ def add_to(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float])
 
 def require_finite_sums(sums: Sums, dtype: torch.dtype) -> None:
     """Refuse sums with an overflow or a gradient that does not exist."""
-    bad = [key for key, value in sums.items() if not value.sum().isfinite() and not value.isfinite().all()]
+    bad = [key for key, value in sums.items() if not all_finite(value)]
     if bad:
         raise NumericalError(
             f"the sums over the data hold NaN or infinite values in {', '.join(bad[:3])}; all outputs are finite. "

@@ -65,7 +65,7 @@ def _masked(weights: Tensor | None, mask: Tensor) -> Tensor:
 def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
     """Return the labels of rows of outputs. Raises InputError if they or the outputs do not fit."""
     likelihood.check_outputs(f)
-    check_finite(f.detach(), "the network's outputs hold")
+    check_finite(f.detach(), "the network's outputs hold", start=labels.start)
     return likelihood.targets(f, labels) if len(f) else Targets(labels.y)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from laplace.linalg.symmetric import GramRows, GramSum
+from laplace.linalg.gram_sums import GramRows, GramSum
 
 
 class Added:

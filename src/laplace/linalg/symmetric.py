@@ -1,8 +1,7 @@
-"""Products rows^T rows, sums of them, and eigendecompositions of symmetric matrices, with care for rounding."""
+"""Products rows^T rows, and eigendecompositions of symmetric matrices, with care for rounding."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import operator
@@ -18,16 +17,13 @@ from laplace.linalg.conditioning import least_in_float32, may_exceed
 
 EIGH = 6.0  # cost of an eigendecomposition, in multiplications per D^3
 SYMMETRIC = 0.6  # cost of `gram`, as a share of the full product
-_HELD = 2**22  # most numbers collected before a product
-_ENOUGH = 512  # rows from which a product reaches full speed
-_MANY = 512  # columns from which computing only half a product is worth several calls
+MANY = 512  # columns from which computing only half a product is worth several calls
 _ALIGNED = 16  # strips begin at multiples of it, because kernels work on whole registers
 _LONG = 2**11  # rows from which half a product is worth it for few columns, too
 NARROW = 64  # columns up to which products are in float64; for wider ones they would take up to a third of a fit
 _COPIED = 2**18  # most numbers copied to float64 for that, where examples have many positions
-_PRECISE = 1024  # columns up to which sums and decompositions are in float64
+PRECISE = 1024  # columns up to which sums and decompositions are in float64
 _WIDE = 256  # columns from which decompositions in float32 are worth asking whether they suffice
-_FOLDED = 2**11  # rows whose float32 products are summed in float32, before they are added to a sum in float64
 _SEED = 0xE16
 _APART = 1e-6  # relative gap of eigenvalues' roots from which eigenvectors are well determined
 BLURRED = 1e-8  # rounding of a sum of float32 products, relative to its largest eigenvalue
@@ -47,9 +43,9 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 def plain_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     """Return rows^T rows in the dtype of the rows."""
     m, d = rows.shape
-    if d < _MANY and (d < _ALIGNED or m < _LONG):
+    if d < MANY and (d < _ALIGNED or m < _LONG):
         return rows.T @ rows
-    return _mirror(_add_half(rows.new_zeros(d, d), rows))
+    return mirror(add_half(rows.new_zeros(d, d), rows))
 
 
 def exact(m: int, d: int, positions: int = 1) -> bool:
@@ -63,14 +59,14 @@ def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     return plain_gram(rows.double())
 
 
-def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
+def add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
     """Add rows^T rows to the lower triangle."""
     for a, b in _strips(len(total)):
         total[a:b, :b].addmm_(rows[:, a:b].T, rows[:, :b])
     return total
 
 
-def _mirror(total: Tensor) -> Tensor:  # (D, D)
+def mirror(total: Tensor) -> Tensor:  # (D, D)
     """Copy the lower triangle to the upper one."""
     for a, b in _strips(len(total)):
         total[:a, a:b] = total[a:b, :a].T
@@ -79,7 +75,7 @@ def _mirror(total: Tensor) -> Tensor:  # (D, D)
 
 def _strips(d: int) -> list[tuple[int, int]]:
     """Return bounds of strips of neighbouring rows. Each strip is multiplied out up to the diagonal."""
-    count = 8 if d >= _MANY else 3
+    count = 8 if d >= MANY else 3
     ends = [k * d // count // _ALIGNED * _ALIGNED for k in range(count)]
     return list(zip(ends, [*ends[1:], d], strict=True))
 
@@ -159,7 +155,7 @@ def eigh(
     """
     d, single = matrix.shape[-1], matrix.shape[:-2].numel() == 1
     constant = d > 1 and single and _rows_sum_to_zero(matrix, dtype)
-    work = matrix.double() if d <= _PRECISE or matrix.dtype == torch.float64 else matrix.to(dtype)
+    work = matrix.double() if d <= PRECISE or matrix.dtype == torch.float64 else matrix.to(dtype)
     decompose = _eigh_without_constant if constant else spectrum
     found = None
     if may_be_rounded(matrix, dtype) and not ties:
@@ -267,7 +263,7 @@ def check_positive(eigenvalues: Tensor, rounded: bool = False) -> None:
 
 def in_sums(matrix: Tensor, copy: bool = False) -> Tensor:
     """Return a contribution in the dtype it is summed in: float64, except where matrices are too wide for it."""
-    precise = matrix.dim() < 2 or matrix.shape[-1] <= _PRECISE
+    precise = matrix.dim() < 2 or matrix.shape[-1] <= PRECISE
     return matrix.to(torch.float64 if precise else matrix.dtype, copy=copy)
 
 
@@ -294,111 +290,3 @@ def _eigh_without_constant(b: Tensor) -> tuple[Tensor, Tensor]:
     vectors[1:, 1:] = inner
     vectors[:, 1:].addr_(w, w[1:] @ inner, alpha=-float(c))
     return torch.cat([values[:1] * 0, values]), vectors
-
-
-@dataclass(frozen=True)
-class GramRows:
-    """A contribution rows^T rows to a sum, not multiplied out yet."""
-
-    rows: Tensor  # (M, D)
-    dtype: torch.dtype | None = None  # of the products and of the sum; None leaves it to `GramSum`
-
-
-class GramSum:
-    """A running sum of `GramRows`. Small blocks of rows are collected in a buffer before the product.
-
-    With a `dtype`, all products and sums of wide matrices are in it. Without, they are in float64 where float32 may
-    harm: see `gram`.
-    """
-
-    def __init__(self, total: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
-        self.total = total  # (D, D)
-        self.dtype = dtype
-        self._buffer: Tensor | None = None
-        self._filled = self._seen = 0
-        self._recent: Tensor | None = None  # (D, D), the lower triangle of some rows' sum in float32
-        self._folded = 0  # rows in it
-
-    def add(self, rows: Tensor) -> None:  # (M, D)
-        """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
-        m, d = rows.shape
-        rows = rows if self.dtype is None else rows.to(self.dtype)
-        enough = self.dtype is not None or self._seen >= 2 * d  # fewer are collected: a product would be in float64
-        many = m >= 2 * d or (d >= _MANY and enough)
-        if m >= _ENOUGH and many:
-            self._take(rows)
-            return
-        if self._buffer is not None and self._filled + m > len(self._buffer):
-            self._empty()
-        if self._buffer is None:
-            self._buffer = rows.new_empty(max(m, self._room(d)), d)
-        if m > len(self._buffer):
-            self._take(rows)
-        else:
-            self._buffer[self._filled : self._filled + m] = rows
-            self._filled += m
-
-    def _room(self, d: int) -> int:
-        """Return how many rows are collected. Of a wide matrix, at first as many as a product in float32 needs.
-
-        They take no more memory than a sum in float64, which their product would need before.
-        """
-        if d >= _MANY and self.dtype is not None:  # asked for to save memory
-            return _ENOUGH
-        usual = min(_HELD // d, max(8 * d, 2 * _ENOUGH))
-        return max(usual, 2 * d) if d >= _MANY and self._seen < 2 * d else usual
-
-    def add_gram(self, term: Tensor) -> None:  # (D, D)
-        """Add a finished product."""
-        self.total = in_sums(term, copy=True) if self.total is None else self.total.add_(term)
-
-    def copy(self) -> GramSum:
-        """Return a sum of the same rows that can grow independently."""
-        other = copy.copy(self)
-        for name in ("total", "_buffer", "_recent"):
-            tensor = getattr(self, name)
-            setattr(other, name, None if tensor is None else tensor.clone())
-        return other
-
-    def flush(self) -> Tensor:  # (D, D)
-        """Return the sum of everything so far."""
-        self._empty()
-        self._fold()
-        assert self.total is not None
-        return _mirror(self.total) if len(self.total) >= _MANY else self.total
-
-    def _empty(self) -> None:
-        if self._filled and self._buffer is not None:
-            self._take(self._buffer[: self._filled])
-            self._filled = 0
-            if len(self._buffer) > self._room(self._buffer.shape[1]):
-                self._buffer = None  # fewer rows are collected from now on
-
-    def _take(self, rows: Tensor) -> None:
-        m, d = rows.shape
-        self._seen += m
-        if d < _MANY:
-            self.add_gram(gram(rows))
-            return
-        if self._seen < 2 * d and self.dtype is None:  # these rows may be all the data: see `gram`
-            rows = rows.double()
-        if self.total is None:
-            zeros = rows.new_zeros(d, d)
-            self.total = in_sums(zeros) if self.dtype is None else zeros
-        elif d > _PRECISE:
-            self.total = self.total.to(rows.dtype)
-        if self.total.dtype == rows.dtype:
-            _add_half(self.total, rows)  # only one triangle is kept until `flush`
-            return
-        if self._recent is None:
-            self._recent = rows.new_zeros(d, d)
-        _add_half(self._recent, rows)
-        self._folded += m
-        if self._folded >= _FOLDED:
-            self._fold()
-
-    def _fold(self) -> None:
-        if self._folded and self._recent is not None and self.total is not None:
-            self.total.add_(self._recent)
-            self._recent.zero_()
-            self._folded = 0

@@ -1,11 +1,13 @@
 """Run small batches together: a small network spends more time on being called than on computing.
 
+Large batches of a large network are cut, because all that a run keeps until its gradients are there takes memory.
 The first batch runs alone, and shows how wide the network is. `batches` defines what a batch is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -76,6 +78,18 @@ def gathered(batches: Iterable[Batch], room: Callable[[], int], most: int | None
             group.add(batch)
     if group is not None:
         yield group
+
+
+def cut(batch: Batch, most: int) -> Iterator[Batch]:
+    """Yield a batch in parts of at most `most` examples, of nearly equal size; whole if its tensors cannot be cut."""
+    n = batch.inputs.size or 0
+    if n <= most or _kind(batch) is None:
+        yield batch
+        return
+    step = -(-n // -(-n // most))
+    for start in range(0, n, step):
+        labels = batch.labels(start, start + step)
+        yield replace(labels, inputs=batch.inputs.part(start, start + step), start=start)
 
 
 def _kind(batch: Batch) -> Any:

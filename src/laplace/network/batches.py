@@ -32,6 +32,7 @@ class Batch:
     inputs: Inputs
     y: Tensor
     given: Mapping[str, Tensor] = field(default_factory=dict)  # what else is given, such as `weights`
+    start: int = 0  # the number of its first example, if it is a part of the loader's batch
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors: inputs, labels, and what else is given."""

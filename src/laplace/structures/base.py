@@ -24,7 +24,7 @@ from laplace.backprop.gradients import Engine, Forward, Moments
 from laplace.budget import Budget
 from laplace.checks import NamedOptions, changed_options, options_of, written
 from laplace.errors import UnsupportedError
-from laplace.linalg.symmetric import GramRows
+from laplace.linalg.gram_sums import GramRows
 from laplace.structures.gaussian import Curvature as Curvature
 from laplace.structures.gaussian import Gaussian as Gaussian
 from laplace.structures.gaussian import Traces as Traces

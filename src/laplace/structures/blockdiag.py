@@ -14,6 +14,7 @@ from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Aske
 from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf, ReflectedBasis
 from laplace.budget import Budget
 from laplace.errors import OptionError, warn
+from laplace.linalg.few_rows import multiplied_out, same
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.low_rank_eigh import low_rank_eigh
 from laplace.linalg.sketch import nystroem, reflections
@@ -259,9 +260,10 @@ class Eigh:
     def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
         if (known := self.known(matrix)) is not None:
             return known
-        result = self._of_low_rank(matrix)
+        whole = multiplied_out(matrix)
+        result = self._of_low_rank(whole)
         if result is None:
-            values, vectors, clipped = self._decomposed(matrix)
+            values, vectors, clipped = self._decomposed(whole)
             self.clipped += clipped
             result = values, Basis(vectors)
         self.seen.append((matrix, result))
@@ -280,7 +282,7 @@ class Eigh:
     def known(self, matrix: Tensor) -> tuple[Tensor, Basis] | None:
         """Return the decomposition of an equal matrix, if there was one."""
         for other, result in self.seen:
-            if other.shape == matrix.shape and (other.data_ptr() == matrix.data_ptr() or torch.equal(other, matrix)):
+            if same(other, matrix):
                 return result
         return None
 

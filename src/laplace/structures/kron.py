@@ -15,7 +15,8 @@ from torch import Tensor
 from laplace.backprop.gradients import MomentsOf
 from laplace.checks import choice, device_name, dtype_name, shown, whole_number
 from laplace.errors import NumericalError, OptionError
-from laplace.linalg.symmetric import EIGH, SYMMETRIC, GramRows, gram, may_be_rounded, plain_gram
+from laplace.linalg.gram_sums import GramRows
+from laplace.linalg.symmetric import EIGH, SYMMETRIC, gram, may_be_rounded, plain_gram
 from laplace.structures.base import Contribution, Forms, Sums
 from laplace.structures.block import Block
 from laplace.structures.blockdiag import BlockDiagonal, Eigh
