@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from laplace.errors import NumericalError, warn
 from laplace.linalg.conditioning import least_in_float32, may_exceed
-from laplace.linalg.tracing import is_plain
 
 EIGH = 6.0  # cost of an eigendecomposition, in multiplications per D^3
 SYMMETRIC = 0.6  # cost of `gram`, as a share of the full product
@@ -24,8 +22,6 @@ _ENOUGH = 512  # rows from which a product reaches full speed
 _MANY = 512  # columns from which computing only half a product is worth several calls
 _ALIGNED = 16  # strips begin at multiples of it, because kernels work on whole registers
 _LONG = 2**11  # rows from which half a product is worth it for few columns, too
-_WORTH = 2**21  # multiplications from which it is worth it to leave torch
-_NUMPY_HAS_ONE_THREAD = os.environ.get("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS")) == "1"  # as it began
 NARROW = 64  # columns up to which products are in float64; for wider ones they would take up to a third of a fit
 _COPIED = 2**18  # most numbers copied to float64 for that, where examples have many positions
 _PRECISE = 1024  # columns up to which sums and decompositions are in float64
@@ -50,8 +46,6 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 def plain_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     """Return rows^T rows in the dtype of the rows."""
     m, d = rows.shape
-    if _is_for_numpy(rows):
-        return _by_numpy(rows)
     if d < _MANY and (d < _ALIGNED or m < _LONG):
         return rows.T @ rows
     return _mirror(_add_half(rows.new_zeros(d, d), rows))
@@ -70,26 +64,9 @@ def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 
 def _add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
     """Add rows^T rows to the lower triangle."""
-    if len(total) <= _PRECISE and _is_for_numpy(rows):  # wider products would take memory that counts
-        return total.add_(_by_numpy(rows))
     for a, b in _strips(len(total)):
         total[a:b, :b].addmm_(rows[:, a:b].T, rows[:, :b])
     return total
-
-
-def _is_for_numpy(rows: Tensor) -> bool:  # (M, D)
-    """Whether NumPy multiplies: its BLAS computes half of a symmetric product at full speed; torch has no such call.
-
-    It has threads of its own. So it does only where the environment and torch both say one thread.
-    """
-    m, d = rows.shape
-    large = d >= _ALIGNED and m * d * d >= _WORTH
-    return large and _NUMPY_HAS_ONE_THREAD and torch.get_num_threads() == 1 and rows.is_contiguous() and is_plain(rows)
-
-
-def _by_numpy(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
-    numbers = rows.numpy()
-    return torch.from_numpy(numbers.T @ numbers)
 
 
 def _mirror(total: Tensor) -> Tensor:  # (D, D)
