@@ -32,6 +32,22 @@ def test_values_out_of_range(dtype, helps):
         assert ("model.double()" in str(refused.value)) is helps
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_value_out_of_range_among_many(value):
+    with pytest.raises(LaplaceError, match="out of range"):
+        check_positive(torch.tensor([[1.0, value], [2.0, 3.0]]))
+
+
+def test_positive_values_pass_and_others_say_by_how_much():
+    check_positive(torch.tensor([1e-30, 2.0]))
+    check_positive(torch.empty(0, 3))
+    for smallest in (0.0, -0.5):
+        with pytest.raises(LaplaceError, match=f"smallest eigenvalue is {smallest:.3g}, its largest 2"):
+            check_positive(torch.tensor([smallest, 2.0]))
+    with pytest.raises(LaplaceError, match="not positive definite"):
+        check_positive(torch.tensor([1e-9, 2.0]), rounded=True)
+
+
 def test_sums_that_overflow():
     model, x = nn.Linear(2, 1).double(), torch.full((3, 2), 1e200, dtype=torch.float64)
     with torch.no_grad():
