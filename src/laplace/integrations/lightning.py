@@ -217,7 +217,7 @@ def _validation_data(trainer: Trainer) -> Any:
         return None
     if not _is_none(trainer.val_dataloaders):
         return trainer.val_dataloaders
-    data = getattr(trainer, "datamodule", None)
+    data: Any = getattr(trainer, "datamodule", None)
     if getattr(type(data), "val_dataloader", None) in (None, LightningDataModule.val_dataloader):
         return None
     found = data.val_dataloader()
