@@ -257,7 +257,7 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
         (lambda la: la(X.double()), r"dtype torch\.float64"),
         (lambda la: la((X, X)), "2 inputs, the first a tensor"),
         (lambda la: la(X, link="mc"), "no option 'link'"),
-        (lambda la: la(X, X), "pred_type=tensor"),
+        (lambda la: la(X, X), r"pred_type= stands.*write la\(\(x1, x2\)\)"),
         (lambda la: la.calibrate(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
         (lambda la: la.fit(None), "the loader is a NoneType"),
         (lambda la: la.fit(cut(X, Y, 2), generator=0), "generator is a int"),

@@ -117,3 +117,32 @@ def test_a_type_checker_finds_the_typo(tmp_path):
     found = [entry for entry in json.loads(run.stdout)["generalDiagnostics"] if entry["severity"] == "error"]
     assert sorted(entry["range"]["start"]["line"] + 1 for entry in found) == [6, 7, 8, 9]
     assert all("dampng" in entry["message"] for entry in found)
+
+
+class Swallows(nn.Module):
+    """Takes any keyword, as networks of transformers do, and names one that is like one of ours deep inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.head = Scaled(), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return self.head(self.scaled(x, kwargs.get("sample", 1)))
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, sample: float) -> torch.Tensor:
+        return sample * x
+
+
+def test_a_typo_is_refused_if_the_network_would_swallow_it():
+    la = Laplace(Swallows(), "classification").fit(X, Y)
+    for call in (la, la.predict):
+        with pytest.raises(OptionError, match=r"no option 'link_aprox', and no forward .* mean 'link_approx'"):
+            call(X, link_aprox="mc")
+        with pytest.raises(OptionError, match=r"no option 'num_samples', .* mean 'n_samples'"):
+            call(X, num_samples=3)
+    with pytest.raises(OptionError, match="no option 'n_sample'"):
+        la.predictive_samples(X, n_sample=3)
+    assert not torch.equal(la(X, sample=3.0), la(X))  # which a module inside names
+    assert torch.equal(la(X, output_attentions=True), la(X))  # which is like none of ours

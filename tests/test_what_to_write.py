@@ -239,3 +239,68 @@ def test_summaries_count_one_output_and_leave_out_a_noise_that_there_is_not(la):
     assert "noise [0.1, 0.5]" in repr(two)
     assert "sigma_noise" not in repr(la.tune())
     assert "sigma_noise" in repr(one.tune("sigma_noise"))
+
+
+class Both(nn.Module):
+    """A network of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, left, right):
+        return self.layer(left + right)
+
+
+@pytest.mark.parametrize("name", ["__call__", "predict", "functional_samples", "predictive_samples"])
+@pytest.mark.parametrize("second", [X, X.numpy()], ids=["a tensor", "an array"])
+def test_a_second_input_goes_into_a_tuple(name, second):
+    la = Laplace(Both(), "classification").fit([((X, X), Y)])
+    with pytest.raises(OptionError, match=r"^a second tensor came after x.*write la\(\(x1, x2\)\)"):
+        getattr(la, name)(X, second)
+    assert la((X, X)).shape == (40, 2)
+
+
+def test_labels_to_leave_out_are_named_by_ignore_index():
+    y = torch.where(torch.arange(40) == 3, -100, Y)
+    says = (
+        r"lie in \[-100, 1\]; 2 outputs need labels in \[0, 1\]\. To leave .*write Categorical\(ignore_index=-100\)\.$"
+    )
+    with pytest.raises(InputError, match=says):
+        Laplace(network(), "classification").fit([(X, y)])
+    with pytest.raises(InputError, match=r"2 outputs need labels in \[0, 1\]\.$"):
+        Laplace(network(), "classification").fit([(X, Y + 5)])
+
+
+@pytest.mark.parametrize("label", [1, torch.tensor(1)], ids=["a number", "a tensor"])
+def test_single_examples_in_a_list_need_a_collator(label):
+    rows = [{"x": X[i], "labels": label} for i in range(4)]
+    with pytest.raises(InputError, match=r"a single example\. .*la\.fit\(examples, collate_fn="):
+        Laplace(Takes(), "classification").fit(rows)
+
+
+def test_examples_that_torch_cannot_join_need_a_collator():
+    class Ragged(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, i: int) -> dict[str, object]:
+            return {"x": [1.0] * (i + 1), "labels": 0}
+
+    with pytest.raises(InputError, match=r"cannot join .*la\.fit\(dataset, collate_fn="):
+        Laplace(Takes(), "classification").fit(Ragged())
+
+
+@pytest.mark.parametrize("x", [np.arange(6).reshape(2, 3), [[1, 2, 3]], torch.arange(6).reshape(2, 3)], ids=type)
+def test_whole_numbers_as_features_get_a_dtype(la, x):
+    with pytest.raises(ModelError, match=r"whole numbers; write x\.float\(\), or x\.astype\('float32'\)"):
+        la.predict(x)
+    with pytest.raises(ModelError, match=r"whole numbers; write x\.double\(\), or x\.astype\('float64'\)"):
+        Laplace(network().double(), "classification").fit([(IMAGES.long()[:, :, 0, :3], Y[:4])])
+
+
+def test_columns_with_missing_values_are_named(la):
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": [1.0, 2.0], "b": pandas.array([1, None], dtype="Int64"), "c": [1, 2]})
+    with pytest.raises(InputError, match=r"^the columns b of a DataFrame have missing values"):
+        la.predict(table)

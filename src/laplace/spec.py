@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypedDict, TypeVar
@@ -42,6 +42,7 @@ STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # the defaults
     "inducing": "random",
     "inducing_steps": 0,
 }
+_NEAR: Final = 0.75  # how like one of our keywords a keyword of the network may be, if no forward names it
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 P = ParamSpec("P")
@@ -328,6 +329,8 @@ def _checked(function: Callable[P, R], call: _Call) -> Callable[P, R]:
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         strange = call.strange(kwargs) if kwargs else []
+        if strange:
+            call.refuse_near(strange, args)
         try:
             return function(*args, **kwargs)
         except (ModelError, TypeError) as error:
@@ -398,11 +401,36 @@ class _Call:
             raise self.refused(strange[0])
         return strange
 
+    def refuse_near(self, strange: Sequence[str], args: tuple[Any, ...]) -> None:
+        """Refuse keywords that look like ours, if a network would swallow them in the `**kwargs` of its forward."""
+        network = getattr(args[0], "model", None) if args else None
+        near = [name for name in strange if did_you_mean(name, sorted(self.known), _NEAR)]
+        if not near or not isinstance(network, nn.Module) or not _swallows(network):
+            return
+        named = set[str]().union(*(_arguments(module) for module in network.modules()))
+        for name in near:
+            if name not in named:
+                inside = f" (If the network takes it, put it into the batch: {{**batch, {name!r}: ...}}.)"
+                error = self.refused(name, ", and no forward of the network names such a keyword")
+                raise ArgumentError(f"{error}{inside}")
+
     def refused(self, name: str, where: str = "") -> ArgumentError:
         """Return the error about an unknown keyword."""
         near = did_you_mean(name, sorted(self.known - {"self"})) or f" See help({self.owner})."
         hint = f" Write {self.instead[name]}." if name in self.instead else near
         return ArgumentError(f"{self.owner} has no option {name!r}{where}.{hint}")
+
+
+def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # a forward that is no function of Python
+        return {}
+
+
+def _swallows(network: nn.Module) -> bool:
+    """Return whether a network's forward takes any keyword."""
+    return any(p.kind is p.VAR_KEYWORD for p in _arguments(network).values())
 
 
 def _unpacked(annotation: str) -> Iterable[str]:

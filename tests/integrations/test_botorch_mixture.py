@@ -8,10 +8,11 @@ from botorch.acquisition import (
     LogExpectedImprovement,
     PosteriorMean,
     UpperConfidenceBound,
+    qKnowledgeGradient,
     qLogExpectedImprovement,
     qLogNoisyExpectedImprovement,
 )
-from botorch.acquisition.objective import ScalarizedPosteriorTransform
+from botorch.acquisition.objective import IdentityMCObjective, ScalarizedPosteriorTransform
 from botorch.models.transforms import Log, Standardize
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
@@ -139,3 +140,40 @@ def test_wrong_members_are_refused():
     logarithm = LaplaceModel(each[0].laplace, outcome_transform=Log())
     with pytest.raises(UnsupportedError, match="outcome_transform that is linear"):
         LaplaceMixtureModel([logarithm]).posterior(torch.rand(3, 2))
+
+
+@pytest.mark.parametrize("objective", [False, True])
+def test_the_knowledge_gradient_is_averaged_over_the_members(objective):
+    each, X = members(), torch.rand(5, 2 + 4, 2)  # two points, and one for each of four fantasies
+
+    def value(model) -> Tensor:
+        options = {"num_fantasies": 4, "sampler": SobolQMCNormalSampler(torch.Size([4]), seed=0)}
+        if objective:
+            options |= {
+                "objective": IdentityMCObjective(),
+                "inner_sampler": SobolQMCNormalSampler(torch.Size([8]), seed=1),
+            }
+        return qKnowledgeGradient(model, **options)(X)
+
+    expected = torch.stack([value(one) for one in each]).mean(0)
+    found = value(LaplaceMixtureModel(each))
+    assert found.shape == (5,)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_fantasies_of_a_mixture_are_those_of_its_members():
+    each, X, Z = members(2), torch.rand(3, 2, 2), torch.rand(3, 1, 2)
+    sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
+    fantasies = LaplaceMixtureModel(each).fantasize(X, sampler)
+    assert fantasies.batch_shape == (4, 3, 3)
+    found = fantasies.posterior(Z).mean
+    for k, one in enumerate(each):
+        close(found[..., k, :, :], one.fantasize(X, sampler).posterior(Z).mean)
+
+
+def test_the_knowledge_gradient_of_a_mixture_can_be_maximised():
+    model = LaplaceMixtureModel(members())
+    bounds = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    found, value = optimize_acqf(qKnowledgeGradient(model, 4), bounds, 1, 2, 4, options={"maxiter": 5})
+    assert found.shape == (1, 2)
+    assert value.isfinite()

@@ -10,7 +10,7 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCN, GCNConv, global_mean_pool
 
 from laplace import Laplace
-from laplace.errors import InputError, LaplaceError
+from laplace.errors import InputError, LaplaceError, ModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -120,3 +120,8 @@ def test_bad_graphs_are_said():
         la.fit(DataLoader(nan, batch_size=4))
     with pytest.raises(LaplaceError):
         Laplace(OfGraphs(), "classification", "all", "diag").fit(DataLoader(data, batch_size=5))
+
+
+def test_all_weights_of_graphs_are_refused_with_the_last_layer_as_a_way_out():
+    with pytest.raises(ModelError, match=r"graphs in one batch.*subset_of_weights='last_layer'"):
+        Laplace(OfGraphs(), "classification", "all").fit(DataLoader(graphs(), batch_size=5))

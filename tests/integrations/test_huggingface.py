@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from laplace import Laplace
-from laplace.errors import CheckpointError, InputError, ModelError, NotFittedError, OptionError
+from laplace import Categorical, Laplace
+from laplace.errors import CheckpointError, InputError, LaplaceWarning, ModelError, NotFittedError, OptionError
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -127,6 +128,31 @@ def test_a_trainer_is_fitted_in_order_with_its_collator_and_without_drawing(tmp_
     same = Laplace(model, "classification").fit([padded(examples()[:9]), padded(examples()[9:])])
     assert_close(la.log_marginal_likelihood(), same.log_marginal_likelihood(), rtol=1e-5)
     assert la.tune().score == pytest.approx(same.tune().score, rel=1e-4)  # which reads the data again
+
+
+def test_a_trainer_of_another_network_or_loss_is_warned_of(tmp_path):
+    trainer = trainer_of(classifier(), tmp_path, label_smoothing_factor=0.1)
+    with pytest.warns(LaplaceWarning, match=r"Write .*Categorical\(label_smoothing=0\.1\)"):
+        Laplace(trainer.model, "classification").fit(trainer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LaplaceWarning)
+        Laplace(trainer.model, Categorical(label_smoothing=0.1)).fit(trainer)
+    with pytest.warns(LaplaceWarning, match=r"trains another network.*Laplace\(trainer\.model, \.\.\.\)"):
+        Laplace(classifier(), "classification").fit(trainer_of(classifier(), tmp_path))
+
+
+def test_an_encoder_and_decoder_needs_the_decoders_inputs():
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    ids = {"decoder_start_token_id": 0, "tie_word_embeddings": False}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=9, **sizes, **ids)).eval()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    batch = {"input_ids": torch.randint(1, 9, (4, 5)), "labels": torch.randint(1, 9, (4, 3))}
+    with pytest.raises(ModelError, match=r"without its labels.*batch\['decoder_input_ids'\] = model\.prepare"):
+        Laplace(model, "classification").fit([batch])
+    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    la = Laplace(model, "classification").fit([batch])
+    assert float(la.loss) == pytest.approx(12 * float(model(**batch).loss), rel=1e-5)
 
 
 def test_a_trainer_without_data_is_refused(tmp_path):

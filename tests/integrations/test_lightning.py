@@ -114,6 +114,29 @@ def test_the_callback_gives_what_the_calls_give(kind, module, tmp_path):
     torch.testing.assert_close(again(x), callback.laplace(x))
 
 
+class NoValidation(Data):
+    def val_dataloader(self):
+        return []
+
+
+def test_an_empty_list_of_validation_loaders_means_none(tmp_path):
+    callback, lit = LaplaceCallback("classification", module="net"), Classifier()
+    trainer(tmp_path, callback).fit(lit, datamodule=NoValidation())
+    x, y = data()
+    la = Laplace(lit.net, "classification").fit([(x[:40], y[:40])])
+    la.tune()
+    torch.testing.assert_close(callback.laplace(x), la(x), rtol=1e-4, atol=1e-5)
+    assert callback.calibrated is None
+
+
+def test_a_network_that_is_not_there_is_refused_before_training(tmp_path):
+    lit = Classifier()
+    before = lit.net[0].weight.clone()
+    with pytest.raises(OptionError, match="which has: net"):
+        trainer(tmp_path, LaplaceCallback("classification", module="zz")).fit(lit, datamodule=Data())
+    assert torch.equal(lit.net[0].weight, before)
+
+
 def test_without_validation_data_or_tuning_the_prior_stays(tmp_path):
     x, y = data()
     callback = LaplaceCallback("classification", tune=None, hessian_structure="diag", prior_precision=3.0)

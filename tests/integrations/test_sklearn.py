@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -249,3 +250,14 @@ def test_a_misspelt_option_is_refused_by_the_public_name(kind):
     with pytest.raises(OptionError, match=rf"^{kind.__name__} has no option 'max_epoch'. Did you mean 'max_epochs'\?$"):
         kind(max_epoch=3)
     assert clone(kind(max_epochs=3)).max_epochs == 3
+
+
+def test_arrays_that_cannot_be_written_to_are_no_reason_for_a_warning(iris):
+    x, _, y, _ = iris
+    x, z = x.copy(), x[:, 0].copy()
+    x.flags.writeable = z.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not writable")
+        LaplaceRegressor(max_epochs=1).fit(pd.DataFrame(x, columns=list("abcd")), pd.Series(z))
+        LaplaceRegressor(max_epochs=1, normalize_y=False).fit(x, z)
+        LaplaceClassifier(max_epochs=1).fit(x, y)

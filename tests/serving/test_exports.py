@@ -181,6 +181,137 @@ def test_a_model_of_hugging_face():
     assert (torch.compile(module, fullgraph=True, backend="aot_eager")(**batch) - expected).abs().max() < 1e-6
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = nn.Linear(4, 6), nn.Linear(2, 6), nn.Linear(6, 3)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.head((self.a(left) + self.b(right)).tanh())
+
+
+def two_inputs(link: str, outputs: Any) -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(1)
+    left, right = torch.randn(9, 4), torch.randn(9, 2)
+    la = Laplace(Two().eval(), "classification").fit([((left, right), torch.arange(9) % 3)])
+    return la.module(link, outputs), left, right
+
+
+def written(module: Any, path: Any, *inputs: Any, **named: Any) -> Any:
+    """Write an ONNX file and load it, as a function of named inputs."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    module.to_onnx(path / "served.onnx", *inputs, **named)
+    session = onnxruntime.InferenceSession(path / "served.onnx")
+    names = [one.name for one in session.get_outputs()]
+    assert names == list(module.outputs)
+
+    def run(**inputs: Tensor) -> dict[str, Tensor]:
+        assert {one.name for one in session.get_inputs()} == set(inputs)
+        found = session.run(names, {key: value.numpy() for key, value in inputs.items()})
+        return {name: torch.from_numpy(np.asarray(value)) for name, value in zip(names, found, strict=True)}
+
+    return run
+
+
+def assert_written(module: Any, path: Any, x: Tensor, tolerance: float) -> None:
+    found, expected = written(module, path, x[:4])(input=x), module(x)
+    expected = {module.outputs[0]: expected} if isinstance(expected, Tensor) else expected
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
+
+
+def test_an_onnx_file_with_draws_and_several_inputs_by_name(tmp_path):
+    module, left, right = two_inputs("mc", ALL)
+    found = written(module, tmp_path, right=right[:4], left=left[:4])(left=left, right=right)
+    for name, value in module(left, right).items():
+        assert (found[name] - value).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_several_inputs_are_exported_with_the_shapes_of_each(strict):
+    module, left, right = two_inputs("probit", MEAN)
+    n, expected = torch.export.Dim("n"), module(left, right)
+    example = left[:4], right[:4]
+    by_place = torch.export.export(module, example, dynamic_shapes=({0: n}, {0: n}), strict=strict)
+    named, shapes = dict(zip(("left", "right"), example, strict=True)), {"left": {0: n}, "right": {0: n}}
+    by_name = torch.export.export(module, (), named, dynamic_shapes=shapes, strict=strict)
+    for found in (by_place.module()(left, right), by_name.module()(left=left, right=right)):
+        assert (found["mean"] - expected["mean"]).abs().max() < 1e-6
+
+
+def test_several_inputs_are_compiled_whole_in_each_form():
+    module, left, right = two_inputs("probit", "mean")
+    expected, named = module(left, right), {"left": left, "right": right}
+    assert torch.equal(module(right=right, left=left), expected)
+    for args, kwargs in (((left, right), {}), ((), named), ((named,), {}), (((left, right),), {})):
+        torch.compiler.reset()
+        found = torch.compile(module, fullgraph=True, backend="aot_eager")(*args, **kwargs)
+        assert (found - expected).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["by place", "a tuple", "a mapping", "one row"])
+def test_an_onnx_file_takes_several_inputs_in_each_form(form, tmp_path):
+    module, left, right = two_inputs("probit", MEAN)
+    some = left[:4], right[:4]
+    inputs = {"by place": some, "a tuple": (some,), "one row": (left[:1], right[:1])}
+    named = dict(zip(("left", "right"), some, strict=True))
+    found = written(module, tmp_path, *inputs.get(form, (named,)))(left=left, right=right)
+    assert (found["mean"] - module(left, right)["mean"]).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+def test_an_onnx_file_of_a_model_of_hugging_face_has_its_names(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=40, num_labels=3, **sizes))
+    batch = {"input_ids": torch.randint(40, (6, 8)), "attention_mask": (torch.arange(8) < 5).long().repeat(6, 1)}
+    la = Laplace(model.eval(), "classification").fit([{**batch, "labels": torch.arange(6) % 3}])
+    module = la.module("probit")
+    found = written(module, tmp_path, {key: value[:3] for key, value in batch.items()})(**batch)
+    assert (found["mean"] - la(batch, link_approx="probit")).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs", ["mean", MEAN, ("epistemic", "mean"), ALL], ids=str)
+@pytest.mark.parametrize("link", ["probit", "one_vs_rest", "bridge", "bridge_norm", "delta", "mc"])
+def test_an_onnx_file_of_every_link_and_part_runs(link, outputs, tmp_path):
+    _, module, x = case("classification", "kron", link, outputs, torch.float32)
+    assert_written(module, tmp_path, x, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs", [MEAN, ALL], ids=str)
+@pytest.mark.parametrize(
+    ("likelihood", "link"),
+    [
+        ("regression", None),
+        ("heteroscedastic", None),
+        ("binary", "probit"),
+        ("binary", "mc"),
+        ("multilabel", "probit"),
+        ("multilabel", "mc"),
+        ("poisson", "exact"),
+        ("poisson", "mc"),
+        (Ordinal(4), "probit"),
+    ],
+    ids=str,
+)
+def test_an_onnx_file_of_every_likelihood_runs(likelihood, link, outputs, tmp_path):
+    _, module, x = case(likelihood, "kron", link, outputs, torch.float64)
+    assert_written(module, tmp_path, x, 1e-6)
+
+
+@pytest.mark.slow
+def test_an_onnx_file_of_the_bridge_stays_finite_at_large_logits(tmp_path):
+    _, module, x = case("classification", "kron", "bridge", MEAN, torch.float32)
+    found, expected = written(module, tmp_path, x[:4])(input=1000 * x), module(1000 * x)
+    assert found["mean"].isfinite().all()
+    assert (found["mean"] - expected["mean"]).abs().max() < 1e-5
+
+
 @pytest.mark.slow
 def test_an_onnx_file_has_named_inputs_and_outputs(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

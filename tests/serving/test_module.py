@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -146,8 +147,12 @@ def test_outputs_keep_the_networks_shape():
 
     model, x = Squeezed().double().eval(), torch.randn(9, 4, dtype=torch.float64)
     la = Laplace(model, "regression").fit([(x, torch.randn(9, dtype=torch.float64))])
-    assert la.module(outputs="mean", example=x)(x).shape == model(x).shape == (9,)
-    assert la.module(outputs="mean")(x).shape == (9, 1)  # without an example, nothing tells
+    loaded = Laplace(model, "regression")
+    loaded.load_state_dict(la.state_dict())
+    for one in (la, loaded):
+        for name, value in one.module(outputs=ALL, example=x)(x).items():
+            assert value.shape == (9,), name
+        assert one.module(outputs="mean")(x).shape == one.predict(x).mean.shape == model(x).shape == (9,)
     la = Laplace(model, "regression", class_dim=None).fit([(x, torch.randn(9, dtype=torch.float64))])
     assert torch.equal(la.module(outputs="mean")(x), model(x))
 
@@ -202,18 +207,23 @@ def test_singular_covariances_have_roots_in_each_way_of_running(c, rank, dtype):
     assert _root(torch.full((1, c, c), torch.nan, dtype=dtype)).isnan().any()
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head((self.body(a) * b).tanh())
+
+
 def test_several_inputs():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 2)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.head((self.body(a) * b).tanh())
-
     a, b, y = torch.randn(9, 4), torch.randn(9, 5), torch.randn(9, 2)
     la = Laplace(Two().eval(), "regression").fit([((a, b), y)])
-    assert torch.allclose(la.module(outputs="mean")(a, b), la.model(a, b))
+    module, expected = la.module(outputs="mean"), la.model(a, b)
+    for one in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # noqa: S301
+        assert list(inspect.signature(one.forward).parameters) == ["a", "b"]
+        for found in (one(a, b), one(b=b, a=a), one(a, b=b), one((a, b)), one({"a": a, "b": b})):
+            assert torch.allclose(found, expected)
 
 
 def test_it_depends_on_nothing_outside_and_the_network_stays_as_it_was():

@@ -44,7 +44,8 @@ class RuleFailed(ModelError):
         self.names = list(owner.keys.values())
         super().__init__(
             f"the gradients of {self.names[:3]} need the network, or a part of it, to run on one example alone, and "
-            f"that fails: {error} Do examples interact (BatchNorm without running statistics)?"
+            f"that fails: {error} Do examples interact (BatchNorm without running statistics, graphs in one batch)? "
+            "Then take subset_of_weights='last_layer', which runs whole batches."
         )
 
 

@@ -19,6 +19,7 @@ from laplace.distributed import OWN, Group, reduce_over
 from laplace.inference.fit import fit as sums_of
 from laplace.inference.values import Holder
 from laplace.linalg.autocast import plainly
+from laplace.network.datasets import doubts_about
 from laplace.network.loaders import training_data
 from laplace.spec import refuse_unknown_keywords
 
@@ -80,6 +81,8 @@ def fit(
         CheckpointError: the file `checkpoint` belongs to another fit.
         RankError: another rank of `group` has failed; the message names it and its error.
     """
+    for doubt in doubts_about(train_loader, la.runner.model, la.runner.spec.likelihood):
+        la.runner.warn_once(doubt, doubt)
     train_loader, override = training_data(train_loader, override, y, batch_size, collate_fn)
     before = None if flag(override, "override") else la.values.fit
     reduce = reduce_over(group, la.runner.spread, train_loader)

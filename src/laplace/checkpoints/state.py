@@ -120,6 +120,8 @@ def state_without_inputs(la: Kept) -> dict[str, Any]:
         state[NUMBERS] = fit.points.numbers.clone()
     if not fit.structure.semidefinite:
         state["semidefinite"] = False
+    if fit.flat:
+        state["flat"] = True
     if isinstance(prior, CurvedPrior):
         state["n_earlier"] = prior.n_data
         state.update({EARLIER + key: value.clone() for key, value in prior.earlier.fit.sums.items()})
@@ -183,7 +185,7 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
     )
     owners = Owners.from_state(state[OWNERS], len(layout.names)) if OWNERS in state else None
     parts = (structure, spec.likelihood, state["curvature"], layout, mean, sums, data)
-    fit = Fit(*parts, *counts, points=points, owners=owners)
+    fit = Fit(*parts, *counts, flat=state.get("flat", False), points=points, owners=owners)
     if mean.shape != (layout.n_params,):
         raise InputError(
             f"the state is damaged: its mean has shape {tuple(mean.shape)}; its parameters are {layout.n_params} "

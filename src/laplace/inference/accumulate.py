@@ -42,6 +42,7 @@ _STATE = (
     "data",
     "n_data",
     "n_outputs",
+    "flat",
     "_forms",
     "_compared",
     "_together",
@@ -79,6 +80,7 @@ class Accumulator:
         self.totals: Sums = {}  # after all runs so far
         self.data: Sums = {}
         self.n_data = self.n_outputs = 0
+        self.flat = False  # whether outputs have no dimension for C
         self._counting = False  # whether any example counts
         self._pending: list[Moments] = []
         self._held = 0
@@ -176,8 +178,9 @@ class Accumulator:
     def prepare(self, inputs: Inputs) -> None:
         """Run a few examples that all ranks have, so that all have the same plan, and those without data have one."""
         self._first = inputs
-        outputs = self.engine.forward(inputs).outputs
-        self._like, self.n_outputs = outputs[:0], self.n_outputs or outputs.shape[1]
+        forward = self.engine.forward(inputs)
+        self._like, self.n_outputs = forward.outputs[:0], self.n_outputs or forward.outputs.shape[1]
+        self.flat = forward.positions.dim is None
         self._seed = self.reduce.share(0, self._seed)
 
     def _learn(self, learned: Sequence[Learned]) -> None:
@@ -337,6 +340,7 @@ class Accumulator:
                     add_to(self.data, dict(self.likelihood.sums(f, targets)))
             self._counting = self._counting or targets.weights is None or bool(targets.weights.any())
         self.n_data, self.n_outputs = self.n_data + forward.positions.n, f.shape[1]
+        self.flat = forward.positions.dim is None
 
     def _keep(self, inputs: Inputs, forward: Forward, targets: Targets, of: Tensor | None) -> None:
         """Collect the moments of a batch. They are computed now, or together with those of the next batches."""
@@ -414,7 +418,7 @@ class Accumulator:
         """Return the `Fit` of everything that was added, at the weights `mean`."""
         counts = (self.n_all, self.n_outputs)
         parts = (self.structure, self.likelihood, self.estimator.name, self.layout, mean, self.totals, self.data)
-        fit = Fit(*parts, *counts, linear=self.engine.linear)
+        fit = Fit(*parts, *counts, linear=self.engine.linear, flat=self.flat)
         if self._trusting is not nullcontext:
             with self._trusting():
                 require_sums(fit, fit.sums)

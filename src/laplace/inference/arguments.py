@@ -11,12 +11,18 @@ from laplace.checks import choice, generator_or_none, shown, whole_number
 from laplace.errors import OptionError, UnsupportedError
 from laplace.inference.source import FEWER, Source
 from laplace.linalg.sampling import Draws
+from laplace.network.arrays import is_array
 
 FEW_DRAWS = 1000  # so many draws are not checked: they fit into memory if the outputs do
 
 
 def pred_type_named(name: str, functional: bool) -> str:
     """Return 'glm', the linearised network, or 'nn', the network itself. For functions, 'gp' means 'glm'."""
+    if isinstance(name, Tensor) or is_array(name):
+        raise OptionError(
+            "a second tensor came after x, where pred_type= stands. Several inputs go into a tuple: write "
+            "la((x1, x2)), or give them by the names that forward has."
+        )
     word = str(getattr(name, "value", name))
     if word == "gp" and not functional:
         raise UnsupportedError(

@@ -88,6 +88,7 @@ def call(
     """
     if (
         type(x) is Tensor
+        and type(pred_type) is str
         and pred_type == "glm"
         and (joint is diagonal_output is False)
         and (generator is outputs is None)
@@ -179,6 +180,7 @@ def predict(
     """
     if (
         type(x) is Tensor
+        and type(pred_type) is str
         and pred_type == "glm"
         and (diagonal_output is progress_bar is generator is None)
         and group is OWN

@@ -18,7 +18,6 @@ from laplace.checks import flag, path_of, shown
 from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
-from laplace.network.loaders import dataloader_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -99,6 +98,16 @@ class LaplaceCallback(Callback):
             raise NotFittedError("LaplaceCallback fits its posterior when training ends. Call Trainer.fit first.")
         return self._laplace
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse, before training begins, what could not be fitted at its end. Lightning calls it.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The LightningModule.
+        """
+        _require_one_process(trainer)
+        self._network(pl_module)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, tune, calibrate and save. Lightning calls it.
 
@@ -106,12 +115,7 @@ class LaplaceCallback(Callback):
             trainer: The Trainer, whose data is read.
             pl_module: The trained LightningModule.
         """
-        if trainer.world_size > 1:
-            raise UnsupportedError(
-                f"LaplaceCallback fits in one process, and this Trainer has {trainer.world_size}, each with its own "
-                "part of the data. Leave the callback out, and after training write la.fit(loader, "
-                "group=torch.distributed.group.WORLD) in all of them."
-            )
+        _require_one_process(trainer)
         la = Laplace(self._network(pl_module), self.likelihood, **self.laplace_options)
         la.fit(_unpacked(_one(trainer.train_dataloader, "training"), self.unpack))
         if self.tune is not None:
@@ -211,11 +215,27 @@ def _validation_data(trainer: Trainer) -> Any:
     """Return the Trainer's validation data, or None. A DataModule's is read even if there is no validation_step."""
     if trainer.limit_val_batches == 0:
         return None
-    data = getattr(trainer, "datamodule", None)
-    own = getattr(type(data), "val_dataloader", None)
-    if trainer.val_dataloaders or own in (None, LightningDataModule.val_dataloader):
-        return trainer.val_dataloaders or None
-    return dataloader_of(data, "val")
+    if not _is_none(trainer.val_dataloaders):
+        return trainer.val_dataloaders
+    data: Any = getattr(trainer, "datamodule", None)
+    if getattr(type(data), "val_dataloader", None) in (None, LightningDataModule.val_dataloader):
+        return None
+    found = data.val_dataloader()
+    return None if _is_none(found) else found
+
+
+def _is_none(loaders: Any) -> bool:
+    """Return whether there is no loader: None, or an empty collection, which Lightning takes for none."""
+    return loaders is None or (isinstance(loaders, (list, tuple, Mapping)) and not loaders)
+
+
+def _require_one_process(trainer: Trainer) -> None:
+    if trainer.world_size > 1:
+        raise UnsupportedError(
+            f"LaplaceCallback fits in one process, and this Trainer has {trainer.world_size}, each with its own "
+            "part of the data. Leave the callback out, and after training write la.fit(loader, "
+            "group=torch.distributed.group.WORLD) in all of them."
+        )
 
 
 def _one(loader: Any, what: str) -> Any:

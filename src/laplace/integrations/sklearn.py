@@ -20,7 +20,7 @@ from laplace.checks import flag, one_positive, shown, whole_number
 from laplace.errors import OptionError
 from laplace.integrations.training import network_of, train
 from laplace.laplace import Laplace
-from laplace.network.arrays import dtype_of
+from laplace.network.arrays import dtype_of, tensor_of
 from laplace.spec import checked_before
 
 try:
@@ -137,7 +137,7 @@ class _LaplaceEstimator(BaseEstimator):
             model = model if self.device is None else model.to(self.device)
             weight, dtype = next(model.parameters(), None), dtype_of(model)
             where = torch.device("cpu") if weight is None else weight.device
-            labels, inputs = torch.from_numpy(y).to(where), torch.from_numpy(x).to(where, dtype)
+            labels, inputs = tensor_of(y).to(where), tensor_of(x).to(where, dtype)
             _require_outputs(model, inputs[:2], n_outputs)
             train(
                 model,

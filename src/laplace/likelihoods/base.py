@@ -263,11 +263,12 @@ def class_indices(n: int, y: Tensor) -> Tensor:
     return y.long()
 
 
-def check_range(y: Tensor, classes: int, what: str) -> None:
-    """Refuse labels outside 0 to classes - 1."""
+def check_range(y: Tensor, classes: int, what: str, hint: str = "") -> None:
+    """Refuse labels outside 0 to classes - 1. A hint says what to write for negative ones."""
     low, high = (int(y.min()), int(y.max())) if len(y) else (0, 0)
     if low < 0 or high >= classes:
-        raise InputError(f"class labels lie in [{low}, {high}]; {what} need labels in [0, {classes - 1}].")
+        hint = hint if low < 0 else ""
+        raise InputError(f"class labels lie in [{low}, {high}]; {what} need labels in [0, {classes - 1}].{hint}")
 
 
 def _checked_weights(weights: Tensor, n: int) -> Tensor:

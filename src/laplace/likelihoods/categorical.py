@@ -98,10 +98,9 @@ class Categorical(OneOfSeveral):
                 f"{fix}."
             )
         y = class_indices(len(f), y)
-        hint = "outputs (or Categorical(ignore_index=...) for labels to leave out)" if (y < 0).any() else "outputs"
-        check_range(
-            y[y != self.ignore_index] if self.ignore_index is not None else y, f.shape[1], f"{f.shape[1]} {hint}"
-        )
+        counting = y if self.ignore_index is None else y[y != self.ignore_index]
+        hint = f" To leave examples out, give them one label: write Categorical(ignore_index={IGNORED})."
+        check_range(counting, f.shape[1], f"{f.shape[1]} outputs", hint)
         return y
 
     def label_weights(self, y: Tensor) -> Tensor | None:

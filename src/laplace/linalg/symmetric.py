@@ -43,11 +43,7 @@ def gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 def plain_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
     """Return rows^T rows in the dtype of the rows."""
     m, d = rows.shape
-<<<<<<< HEAD
     if d < MANY and (d < _ALIGNED or m < _LONG):
-=======
-    if d < _MANY and (d < _ALIGNED or m < _LONG):
->>>>>>> small
         return rows.T @ rows
     return mirror(add_half(rows.new_zeros(d, d), rows))
 
@@ -70,11 +66,7 @@ def add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
     return total
 
 
-<<<<<<< HEAD
 def mirror(total: Tensor) -> Tensor:  # (D, D)
-=======
-def _mirror(total: Tensor) -> Tensor:  # (D, D)
->>>>>>> small
     """Copy the lower triangle to the upper one."""
     for a, b in _strips(len(total)):
         total[:a, a:b] = total[a:b, :a].T

@@ -92,8 +92,12 @@ def _name(array: Any) -> str:
 
 def _described(array: Any, values: np.ndarray) -> str:
     if _is_table(array):
-        others = [str(name) for name in array.columns if not _are_numbers(np.asarray(array[name]))]
-        return f"the columns {', '.join(others[:5])} of a DataFrame do not hold numbers only."
+        columns = {str(name): np.asarray(array[name]) for name in array.columns}
+        others = [name for name, column in columns.items() if not _are_numbers(column)]
+        if others:
+            return f"the columns {', '.join(others[:5])} of a DataFrame do not hold numbers only."
+        gaps = [name for name, column in columns.items() if np.isnan(column.astype(np.float64)).any()]
+        return f"the columns {', '.join(gaps[:5])} of a DataFrame have missing values."
     first = values.reshape(-1)[:1].tolist()
     return f"a {_name(array)} of dtype {values.dtype} came{f', which begins with {first[0]!r}' if first else ''}."
 

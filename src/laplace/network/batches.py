@@ -7,6 +7,7 @@ Geometric with their labels in `y`.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from laplace.checks import shown
 from laplace.errors import InputError, MissingKeyError, OptionError
 from laplace.network.arrays import as_tensors, dtype_of, is_array
 from laplace.network.graphs import is_graph, labels_in
@@ -70,6 +72,11 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
         )
     x = x if isinstance(x, Tensor) else as_tensors(x, dtype_of(model))
     y, given = as_tensors(y), as_tensors(given) if given else given
+    if isinstance(batch, Mapping) and (isinstance(y, numbers.Number) or (isinstance(y, Tensor) and not y.dim())):
+        raise InputError(
+            f"batch {index} is a mapping with the one label {shown(y)}: a single example. Examples are joined to "
+            "batches by a collator: write la.fit(examples, collate_fn=...), such as a data collator of transformers."
+        )
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):
             came = f"{'is' if what == MASK else 'are'} a {type(value).__name__}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -15,6 +15,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    default_collate,
 )
 
 from laplace.checks import shown, whole_number
@@ -40,7 +41,7 @@ def loader_of(
     options = {"collate_fn": collate_fn, "batch_size": batch_size}
     if _is_dataset(data, collate_fn is not None):
         size = BATCH_SIZE if batch_size is None else whole_number(batch_size, "batch_size")
-        return DataLoader(data, size, collate_fn=collate_fn, generator=torch.Generator())
+        return DataLoader(data, size, collate_fn=collate_fn or _collated, generator=torch.Generator())
     if given := [name for name, value in options.items() if value is not None]:
         raise OptionError(
             f"{given[0]}= is for a dataset of single examples, and batch_size= for la.fit(x, y), too; a "
@@ -112,6 +113,38 @@ def _training_data_of(trainer: Any) -> Iterable[Any]:
             "trainer its data."
         )
     return in_order(trainer.get_train_dataloader())
+
+
+def doubts_about(trainer: Any, model: nn.Module, likelihood: Any) -> Iterator[str]:
+    """Yield in what a trainer of transformers and a posterior differ: the network, or how labels are smoothed."""
+    trained = getattr(trainer, "model", None)
+    if not callable(getattr(trainer, "get_train_dataloader", None)) or not isinstance(trained, nn.Module):
+        return
+    own = {id(p) for p in trained.parameters()}
+    if own and not any(id(p) in own for p in model.parameters()):
+        yield (
+            f"this {type(trainer).__name__} trains another network than the posterior's: no weight is shared. Its data "
+            "is read all the same. Write Laplace(trainer.model, ...) if that network is meant."
+        )
+    trained_with = float(getattr(getattr(trainer, "args", None), "label_smoothing_factor", 0) or 0)
+    smoothing = getattr(likelihood, "label_smoothing", None)
+    if smoothing is not None and trained_with > 0 and abs(trained_with - smoothing) > 1e-6:
+        yield (
+            f"this {type(trainer).__name__} trains with label_smoothing_factor={trained_with:g}, the likelihood with "
+            f"label_smoothing={smoothing:g}. Write Laplace(model, Categorical(label_smoothing={trained_with:g}), ...) "
+            "for the same loss."
+        )
+
+
+def _collated(examples: list[Any]) -> Any:
+    """Join examples as torch does."""
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"torch cannot join the examples of this dataset: {error}. Write la.fit(dataset, collate_fn=...) with a "
+            "function that makes a batch of a list of examples, such as a data collator of transformers, which pads."
+        ) from error
 
 
 def _is_dataset(data: Any, with_collator: bool) -> bool:

@@ -8,6 +8,7 @@ Its key `mask` says which labels count, unless the network itself reads it.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,7 @@ _CASTS = {  # how inputs get the dtype of the weights
     torch.float16: ".half()",
     torch.bfloat16: ".bfloat16()",
 }
+_WHOLE = re.compile(r"\b(Long|Int|Short|Byte|Char|long int|int|unsigned char)\b")  # dtypes in torch's errors
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -197,15 +199,15 @@ class Inputs:
             raise
         except Exception as error:  # any error of the network
             came = f"the network failed on {described(self.singles().x, self.kwargs)}"
-            hint = self._remedy(model, bool(named))
+            hint = self._remedy(model, named, str(error))
             raise ModelError(f"{came}. {hint} Its error: {error}" if hint else f"{came}: {error}") from error
         return self.combined(logits(output))
 
-    def _remedy(self, model: nn.Module, by_name: bool) -> str:
+    def _remedy(self, model: nn.Module, named: Mapping[str, Any], error: str) -> str:
         """Return what to write if the network failed on inputs of a kind that it probably does not take, else ''."""
         if isinstance(self.x, DataLoader) or (isinstance(self.x, list) and _are_batches(self.x)):
             return "la(x) takes the inputs of one batch; write la.predict(loader) for a loader."
-        if isinstance(self.x, Mapping) and not by_name:
+        if isinstance(self.x, Mapping) and not named:
             return (
                 "The whole mapping was its one argument. Its entries are passed as keywords if forward names the key "
                 f"{self.keys.x!r} (dict_key_x=), or if its keys are the arguments of forward: write "
@@ -215,6 +217,18 @@ class Inputs:
         others = {t.dtype for t in self.tensors() if t.is_floating_point()} - {weights}
         if weights in _CASTS and others:
             return f"Its weights are {weights}; write x{_CASTS[weights]}."
+        if weights in _CASTS and _WHOLE.search(error) and not any(t.is_floating_point() for t in self.tensors()):
+            array = str(weights).removeprefix("torch.")
+            return (
+                f"Its weights are {weights}, and the inputs are whole numbers; write x{_CASTS[weights]}, or "
+                f"x.astype({array!r}) for an array."
+            )
+        decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
+        if named and not decoder & set(named) and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+            return (
+                "The network runs without its labels, from which it would make decoder_input_ids. Put them into the "
+                "batch: batch['decoder_input_ids'] = model.prepare_decoder_input_ids_from_labels(batch['labels'])."
+            )
         return ""
 
     def _watch(self, model: nn.Module) -> None:

@@ -50,6 +50,7 @@ class Fit:
     n_data: int
     n_outputs: int
     linear: bool = True  # whether the outputs are linear in the uncertain weights, as in a last layer
+    flat: bool = False  # whether the network returns one number per position, without a dimension for outputs
     points: Points | None = None  # training points, if predictions need them
     owners: Owners | None = None  # which rank has the sums of which tensor, if they are not all here
     training: TrainingData | None = None  # all training data, by reference, if the posterior reads it again

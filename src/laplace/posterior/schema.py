@@ -28,7 +28,7 @@ def require_words(state: Mapping[str, Any]) -> None:
     _require(sizes and len(shapes) == len(names), "shapes", shapes, f"a shape for each of {len(names)} parameters")
     for key in ("n_data", "n_outputs", *(["n_earlier"] if "n_earlier" in state else [])):
         _require(_is_int(state[key]) and 0 < state[key] < _MOST, key, state[key], f"a whole number from 1 to {_MOST}")
-    for key in ("linear", *(["semidefinite"] if "semidefinite" in state else [])):
+    for key in ("linear", *(key for key in ("semidefinite", "flat") if key in state)):
         _require(isinstance(state[key], bool), key, state[key], "True or False")
     for key in ("last_layer", "feature_reduction"):
         _require(state[key] is None or isinstance(state[key], str), key, state[key], "a name or None")

@@ -99,7 +99,12 @@ def _log_bridge(f: Tensor, variance: Tensor) -> Tensor:
     c = f.shape[-1]
     constant = torch.tensor(1 - 2 / c, dtype=f.dtype, device=f.device).log()
     ratio = f + torch.logsumexp(-f, -1, keepdim=True) - 2 * math.log(c)
-    return torch.logaddexp(constant, ratio) - _positive(variance).log()
+    return _logaddexp(constant, ratio) - _positive(variance).log()
+
+
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """Return log(exp(a) + exp(b)). ONNX writes torch's own as it stands, and exp of large numbers is infinite there."""
+    return torch.maximum(a, b) + (-(a - b).abs()).exp().log1p()
 
 
 def _rescaled(f: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ class PredictiveModule(nn.Module):
     """Predicts with a last layer's posterior: the plain module that `la.module()` returns.
 
     It is called as the network is: `module(x)`, `module(x1, x2)`, `module(input_ids=..., attention_mask=...)`, or with
-    one mapping of inputs, and returns a dict of tensors, or one tensor if one was asked for. It holds a copy of the
-    network, and what the posterior fixes as buffers: it depends neither on the `Laplace` object nor on the original
-    network. Nothing in it looks at values, so that torch.export, torch.compile(fullgraph=True), torch.jit.trace and
-    ONNX record it whole. Inputs that are not finite give NaN.
+    one tuple or mapping of inputs, and returns a dict of tensors, or one tensor if one was asked for. Its `forward` has
+    the network's own arguments. It holds a copy of the network, and what the posterior fixes as buffers: it depends
+    neither on the `Laplace` object nor on the original network. Nothing in it looks at values, so that torch.export,
+    torch.compile(fullgraph=True), torch.jit.trace and ONNX record it whole. Inputs that are not finite give NaN.
 
     It is in eval mode, and stays there. `.half()` and `.bfloat16()` round the network, and leave the posterior's
     buffers, whose small numbers have no place in half precision; results are float32 then.
@@ -71,16 +72,20 @@ class PredictiveModule(nn.Module):
         self._row: ServedRow | None = None
         self._one_row = self._dim == -1 and not flat and predictive.row() is not None
         self._in_line = is_line(network, layer)
+        self._take_signature()
         self.eval()
 
     def forward(self, x: Any = None, /, *further: Any, **named: Any) -> Tensor | dict[str, Tensor]:
         """Return the prediction at a batch of inputs, in the shape of the network's outputs."""
         # Entries of _modules, _parameters and _buffers: as attributes, each takes half as long as a small operation.
-        plain = isinstance(x, Tensor) and not further and not named
+        plain = isinstance(x, Tensor) and len(further) == 0 and len(named) == 0  # torch.compile knows no `not further`
         network: Any = self._modules["network"]
         out = input_of(self._layer(), network, x) if self._in_line and plain and is_plain(x) else None
-        if out is None:
-            out = network(x) if plain else self._called(x, further, named)
+        if out is None and plain:
+            out = network(x)
+        elif out is None:
+            args, kwargs = self._arguments(x, further, named)
+            out = network(*args, **kwargs)
         phi = out if isinstance(out, Tensor) else logits(out)
         if self._one_row and is_plain(phi) and phi.shape == self._row_shape:
             found = self._at_row(phi)
@@ -116,21 +121,24 @@ class PredictiveModule(nn.Module):
         """
         return super().train(False)
 
-    def to_onnx(self, path: str | os.PathLike[str], *inputs: Any) -> None:
+    def to_onnx(self, path: str | os.PathLike[str], *inputs: Any, **named: Any) -> None:
         """Write an ONNX file for any batch size. Its outputs have the names of `outputs`.
 
-        Its inputs have the names of the network's own arguments, or the keys of a mapping. Numbers are as here to a
-        relative 1e-6; in float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need.
+        Its inputs have the names of the network's own arguments, or the keys of a mapping that is one argument. The
+        first dimension is the batch; the others are those of the example. Numbers are as here to a relative 1e-6; in
+        float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need.
 
         Args:
             path: the file.
-            *inputs: an example of what the module is called with: tensors, or one mapping of tensors.
+            *inputs: an example of what the module is called with: tensors, or one tuple or mapping of tensors.
+            **named: an example of what it is called with by name.
 
         Raises:
             ImportError: the extra 'onnx' is not installed.
             UnsupportedError: the network or the link uses an operation that ONNX does not have.
         """
-        write_onnx(self, self.network, self.outputs, path, inputs)
+        x, further = (inputs[0], inputs[1:]) if inputs else (None, ())
+        write_onnx(self, *self._arguments(x, further, named), self.outputs, path)
 
     def extra_repr(self) -> str:
         """Return what is returned, for `print`."""
@@ -152,15 +160,39 @@ class PredictiveModule(nn.Module):
         return None if row is None else row(phi)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_row": None}  # which belongs to the tensors of this module
+        state = self.__dict__ | {"_row": None}  # which belongs to the tensors of this module
+        del state["forward"]
+        return state
 
-    def _called(self, x: Any, further: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if x is None and not further:
-            return self.network(**named)
-        if isinstance(x, Mapping) and not further and self._by_name(x):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._take_signature()
+
+    def _take_signature(self) -> None:
+        """Give `forward` the arguments of the network's own, by which torch.export names and binds inputs.
+
+        All are optional, because one mapping or tuple may hold them.
+        """
+        own: Any = PredictiveModule.forward
+        forward: Any = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        further = [_optional(p) for p in inspect.signature(self.network.forward).parameters.values()]
+        forward.__signature__ = inspect.Signature([first, *further])
+        forward.__doc__ = own.__doc__
+        self.__dict__["forward"] = MethodType(forward, self)
+
+    def _arguments(
+        self, x: Any, further: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return how the network is called."""
+        if len(further):
+            return (x, *further), named
+        if x is None:
+            return (), named
+        if isinstance(x, Mapping) and self._by_name(x):
             apart = {self._keys.y, *self._keys.given, *(() if self._anything or "mask" in self._names else ("mask",))}
-            return self.network(**{key: value for key, value in x.items() if key not in apart}, **named)
-        return self.network(x, *further, **named)
+            return (), {**{key: value for key, value in x.items() if key not in apart}, **named}
+        return tuple(x) if isinstance(x, (tuple, list)) else (x,), named
 
     def _by_name(self, x: Mapping[str, Any]) -> bool:
         """Whether the entries of a mapping are arguments of `forward`: the rule of `la(x)`."""
@@ -233,7 +265,7 @@ def module(
     network = with_features(runner.model, runner.weights)
     predictive = Predictive(response, how, wanted, n_samples, seed, la.softmax_temperature, posterior.sigma)
     predictive.fix(posterior.gaussian, fit.layout, fit.n_outputs, spec.budget)
-    flat, alone = spec.class_dim is None, isinstance(outputs, str)
+    flat, alone = fit.flat or spec.class_dim is None, isinstance(outputs, str)
     made = PredictiveModule(network, predictive, runner.weights.module, wanted, alone, flat, spec.keys)
     _try(made, fit)
     if example is not None:
@@ -294,3 +326,8 @@ def _arguments_of(network: nn.Module) -> tuple[frozenset[str], frozenset[str], b
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = frozenset(p.name for p in named if p.default is p.empty)
     return frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _optional(p: inspect.Parameter) -> inspect.Parameter:
+    several = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    return p.replace(annotation=p.empty, default=p.empty if several else None if p.default is p.empty else p.default)

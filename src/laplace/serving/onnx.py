@@ -5,43 +5,40 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace.errors import UnsupportedError
+from laplace.network.pytree import map_tensors, tensors_in
 from laplace.serving.outputs import WRITTEN_OUT
 
 
 def write_onnx(
-    module: nn.Module, network: nn.Module, names: tuple[str, ...], path: Any, inputs: tuple[Any, ...]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[str, ...], path: Any
 ) -> None:
-    """Write `module` to `path`. The inputs are an example; their first dimension becomes the batch."""
+    """Write `module` to `path`. The arguments are an example; their first dimension becomes the batch."""
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(f"ONNX files need {error.name}: pip install 'laplace-redux[onnx]'") from error
-    batch = torch.export.Dim("batch", min=1)
-    shapes = tuple(
-        {key: _dims(value, batch) for key, value in x.items()} if isinstance(x, Mapping) else _dims(x, batch)
-        for x in inputs
-    )
+    args, kwargs = _of_two(args, kwargs)
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    args, kwargs, arguments = bound.args, bound.kwargs, bound.arguments  # in the order of the network's own arguments
+    batch, sizes = torch.export.Dim("batch", min=1), [len(t) for t in tensors_in(arguments) if t.dim()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, about its own code
-            torch.onnx.export(
+            program = torch.onnx.export(
                 module,
-                inputs,
-                os.fspath(path),
-                input_names=_input_names(network, inputs),
-                output_names=list(names),
-                dynamic_shapes=shapes,
+                args,
+                kwargs=kwargs,
+                dynamic_shapes=_dims(dict(arguments), batch, sizes[0] if sizes else None),
                 dynamo=True,
                 verbose=False,
-                external_data=False,
             )
     except torch.onnx.errors.OnnxExporterError as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
@@ -49,15 +46,46 @@ def write_onnx(
             f"this network and link cannot be written as ONNX: {reason} All links can for up to {WRITTEN_OUT} classes, "
             "and 'probit' and 'bridge' for more. If it is the network, take torch.export.export(module, inputs)."
         ) from error
+    assert program is not None
+    inputs = [name for argument, value in arguments.items() for name in _names(argument, value)]
+    _name(program.model.graph, inputs, outputs)
+    program.save(os.fspath(path), external_data=False)
 
 
-def _dims(x: Any, batch: Any) -> dict[int, Any] | None:
-    return {0: batch} if isinstance(x, Tensor) and x.dim() else None
+def _of_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Repeat an example of one row: torch.export takes a size of 1 for a constant."""
+    if any(len(t) != 1 for t in tensors_in((args, kwargs)) if t.dim()):
+        return args, kwargs
+    return map_tensors((args, kwargs), lambda t: torch.cat([t, t]) if t.dim() else t)
 
 
-def _input_names(network: nn.Module, inputs: tuple[Any, ...]) -> list[str]:
-    """Return the names of the tensors: keys of mappings, and the arguments of the network's `forward`."""
-    arguments, names = list(inspect.signature(network.forward).parameters), list[str]()
-    for i, x in enumerate(inputs):
-        names += list(x) if isinstance(x, Mapping) else [arguments[i] if i < len(arguments) else f"input_{i}"]
-    return names
+def _dims(value: Any, batch: Any, n: int | None) -> Any:
+    """Return which dimensions vary: the first of every tensor with as many rows as the first one."""
+    if isinstance(value, Mapping):
+        return {key: _dims(part, batch, n) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_dims(part, batch, n) for part in value)
+    return {0: batch} if isinstance(value, Tensor) and value.dim() and len(value) == n else None
+
+
+def _names(argument: str, value: Any) -> Iterator[str]:
+    """Yield the name of each tensor: that of the argument, or its key in a mapping."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _names(str(key), part)
+    elif isinstance(value, (tuple, list)):
+        for i, part in enumerate(value):
+            yield from _names(f"{argument}_{i}", part)
+    elif isinstance(value, Tensor):
+        yield argument
+
+
+def _name(graph: Any, inputs: list[str], outputs: tuple[str, ...]) -> None:
+    """Name inputs and outputs. Nodes within are named after operations, such as 'mean', and get out of the way."""
+    inputs = [f"input_{name}" if name in outputs else name for name in inputs]
+    taken = {*inputs, *outputs}
+    for value in (value for node in graph for value in node.outputs):
+        if value.name in taken:
+            value.name = f"{value.name}_within"
+    for value, name in zip((*graph.inputs, *graph.outputs), (*inputs, *outputs), strict=True):
+        value.name = name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from botorch.models.model import Model
 from botorch.posteriors import GPyTorchPosterior
 from botorch.posteriors.fully_bayesian import MCMC_DIM, GaussianMixturePosterior
+from botorch.sampling.base import MCSampler
 from gpytorch.distributions import MultitaskMultivariateNormal
 from torch import Size, Tensor
 
@@ -59,8 +61,8 @@ class LaplaceMixtureModel(Model):
 
     @property
     def batch_shape(self) -> Size:
-        """Return the number of members, as a shape: BoTorch sees them as a batch."""
-        return Size([len(self.members)])
+        """Return the number of members, as a shape: BoTorch sees them as a batch. Fantasies come before it."""
+        return Size([*self.members[0].batch_shape, len(self.members)])
 
     def posterior(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -120,6 +122,25 @@ class LaplaceMixtureModel(Model):
             UnsupportedError: several sets of observations side by side were given.
         """
         return LaplaceMixtureModel([member.condition_on_observations(X, Y, noise) for member in self.members])
+
+    def fantasize(
+        self, X: Tensor, sampler: MCSampler, observation_noise: Tensor | None = None, **kwargs: Any
+    ) -> LaplaceMixtureModel:
+        """Return the members, each conditioned on outcomes at X that were drawn from it. For `qKnowledgeGradient`.
+
+        Args:
+            X: (*batch, n', d).
+            sampler: A sampler of BoTorch, which draws the outcomes of each member with the same base samples.
+            observation_noise: Variances of the outcomes; those of the likelihood if left out.
+            **kwargs: As of BoTorch's `fantasize`.
+
+        Returns:
+            A model of batch shape (number of fantasies, *batch, K).
+        """
+        out = copy.copy(self)
+        out.members = [member.fantasize(X, sampler, observation_noise, **kwargs) for member in self.members]
+        out._is_ensemble = False  # who asks for fantasies averages over the members, and would do so twice
+        return out
 
     def path(self, generator: torch.Generator | None = None, pred_type: str = "glm") -> LaplacePath:
         """Draw a member, and a function from its posterior. For Thompson sampling.
