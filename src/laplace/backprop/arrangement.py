@@ -34,11 +34,11 @@ class Arrangement:
 
     @property
     def flattened(self) -> bool:
-        """Whether examples share a dimension with positions: the shape does not show whose row it is."""
+        """Return whether examples share a dimension with positions: the shape does not show whose row it is."""
         return self.kind in ("rows", "columns")
 
     def holds(self, shape: torch.Size, n: int) -> bool:
-        """Whether a tensor of that shape can hold n examples."""
+        """Return whether a tensor of that shape can hold n examples."""
         if self.kind == "first":
             return len(shape) > 0 and shape[0] == n
         if self.kind == "second":
@@ -82,7 +82,7 @@ def detect(touched: list[Tensor], examples: list[int], n: int) -> Arrangement | 
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether gradients can reach a tensor of this dtype."""
+    """Return whether gradients can reach a tensor of this dtype."""
     return tensor.is_floating_point() or tensor.dtype in (torch.complex64, torch.complex128)
 
 

@@ -94,7 +94,7 @@ def _owners(replica: nn.Module, sites: dict[str, list[str]], learned: Learned) -
 
 
 def _changed(module: nn.Module) -> bool:
-    """Whether a module may do more than its type does: it has hooks or another forward. Ours are not on it yet."""
+    """Return whether a module may do more than its type does: it has hooks (not yet ours) or another forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
@@ -105,7 +105,7 @@ def _rule_for(module: nn.Module) -> Rule | None:
 
 
 def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bool:
-    """Whether every parameter's gradient agrees with autograd's. Failures are recorded in what the plan has learned."""
+    """Return whether every parameter's gradient agrees with autograd's. The plan learns from failures."""
     parameters = dict(replica.named_parameters())
     recorder = Recorder(replica, plan.hooked, plan.learned.repeated, plan.opened, True, plan.lifted)
     try:
@@ -189,7 +189,7 @@ def _unused(layout: Layout, expected: Sequence[Tensor | None]) -> set[str]:
 
 
 def lifting_changes_nothing(plan: Plan, f: Tensor, inputs: Inputs, replica: nn.Module) -> bool:
-    """Whether the network returns f also if no module's output gets a dimension of examples.
+    """Return whether the network returns f also if no module's output gets a dimension of examples.
 
     Asked once for inputs of each shape: what is added to a tensor with examples is the same with and without one.
     """
@@ -396,5 +396,5 @@ def _arrange(
 
 
 def _may_be_lifted(owner: Owner, shape: torch.Size, n: int) -> bool:
-    """Whether a module's output may have no dimension of examples, as that of a position embedding of arange(T)."""
+    """Return whether a module's output may have no dimension of examples, as a position embedding of arange(T)."""
     return not isinstance(owner.rule, Generic) and not owner.rule.opens and shape[:1] not in ((1,), (n,))

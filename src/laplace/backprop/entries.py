@@ -111,7 +111,7 @@ class Entries(Use):
 
     @property
     def _multiplied(self) -> bool:
-        """Whether all touched rows are multiplied by all touched columns."""
+        """Return whether all touched rows are multiplied by all touched columns."""
         rows, columns = self._touched
         return self.outer.positions > 1 and len(rows) * len(columns) <= _WORTH * len(self.index)
 

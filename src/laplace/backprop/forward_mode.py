@@ -35,7 +35,7 @@ def by_tangents(forward: NetworkForward, curvature: OutputCurvature, vectors: Te
 
 
 def may_use_tangents(forward: Forward, curvature: OutputCurvature) -> bool:
-    """Whether `by_tangents` applies: a network of its own graph, not in half precision, with one Lambda per row."""
+    """Return whether `by_tangents` applies: a network of its own graph, not in half precision, one Lambda per row."""
     if not isinstance(forward, NetworkForward) or _is_half(forward):
         return False
     return not (curvature.together and forward.positions.several)

@@ -153,7 +153,7 @@ class Sketchable:
 
 
 def is_absent(moments: MomentsOf) -> bool:
-    """Whether a batch does not use a tensor: its gradients are zeros, without a form."""
+    """Return whether a batch does not use a tensor: its gradients are zeros, without a form."""
     return bool(getattr(moments, "absent", False))
 
 
@@ -311,12 +311,12 @@ class MomentsOf(Protocol):
 
     @property
     def inputs_left(self) -> bool:
-        """Whether the rows of the weight are inputs and its columns outputs: G = sum of a g^T."""
+        """Return whether the rows of the weight are inputs and its columns outputs: G = sum of a g^T."""
         ...
 
     @property
     def diagonal_inputs(self) -> bool:
-        """Whether only the diagonal of the sum of a a^T is kept, because a are one-hot rows of a lookup."""
+        """Return whether only the diagonal of the sum of a a^T is kept, because a are one-hot rows of a lookup."""
         ...
 
     @property
@@ -326,7 +326,7 @@ class MomentsOf(Protocol):
 
     @property
     def first(self) -> bool:
-        """Whether these are the first vectors of their examples. Inputs are counted only then, that is once."""
+        """Return whether these are the first vectors of their examples. Inputs are counted only then, that is once."""
         ...
 
 
@@ -468,7 +468,7 @@ class Engine(Protocol):
         ...
 
     def confirmed(self, inputs: Inputs) -> bool:
-        """Whether what was learned of the network also holds for this batch. If not, it is learned anew."""
+        """Return whether what was learned of the network also holds for this batch. If not, it is learned anew."""
         ...
 
 

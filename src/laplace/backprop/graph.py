@@ -85,5 +85,5 @@ class Leaves:
 
 
 def _is_returned(passed: list[tuple[Node, int]], returned: Collection[GradientEdge]) -> bool:
-    """Whether one of the edges is a recorded call's output."""
+    """Return whether one of the edges is a recorded call's output."""
     return any((edge.node, edge.output_nr) in passed for edge in returned)

@@ -161,7 +161,7 @@ class _Recorded(nn.Linear):
 
 
 def _has_own_calls(layer: nn.Linear) -> bool:
-    """Whether calling a layer is more than its class says: a `forward` of its own, or hooks."""
+    """Return whether calling a layer is more than its class says: a `forward` of its own, or hooks."""
     return "forward" in layer.__dict__ or bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 

@@ -31,7 +31,7 @@ class LastCall:
     source: Tensor  # its input with its graph, (N, H)
 
     def begins(self, f: Tensor, v: Tensor) -> bool:  # (N, C), (N, C)
-        """Whether autograd confirms that vectors v reach the input as v W. Hooks or another forward may change that."""
+        """Return whether autograd confirms that vectors v reach the input as v W. Hooks may change that."""
         if not self.source.requires_grad:
             return True
         (found,) = sent_back(f, [self.source], v)

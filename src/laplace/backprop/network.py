@@ -112,7 +112,7 @@ class Network:
             plan, own = self._make_plan(inputs, plan.without(misfits) if own else plan.learned), True
 
     def confirmed(self, inputs: Inputs) -> bool:
-        """Whether the plan explains some examples from all over a batch. If not, makes a better plan.
+        """Return whether the plan explains some examples from all over a batch. If not, makes a better plan.
 
         Only asked if the user has changed layers. All others do what their type does, and the graph shows the rest.
         """
@@ -184,7 +184,7 @@ class Network:
             yield inputs.part(start, start + step)
 
     def inside(self, plan: Plan) -> bool:
-        """Whether unit vectors start at the last layer's input, because all tensors of that layer are uncertain."""
+        """Return whether unit vectors start at the last layer's input: all tensors of that layer are uncertain."""
         parts = zip(self.weights.layout.names, self.weights.layout.parts, strict=True)
         whole = {name for name, part in parts if part is None}
         return plan.head is not None and whole.issuperset(plan.owners[plan.head].keys.values())
@@ -417,7 +417,7 @@ class NetworkForward:
         return [torch.stack(gs) if len(gs) > 1 else gs[0].unsqueeze(0) for gs in sent]
 
     def _batched(self, k: int) -> bool:
-        """Whether vectors go back many at once. Tries each way once, then takes the cheaper one."""
+        """Return whether vectors go back many at once. Tries each way once, then takes the cheaper one."""
         seconds = self.plan.seconds
         several = min(k, self._fit) > 1
         return several and (True not in seconds or (False in seconds and seconds[True] <= seconds[False]))

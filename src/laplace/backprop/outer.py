@@ -142,7 +142,7 @@ class Outer(Use):
 
     @property
     def _large(self) -> bool:
-        """Whether one example's G, summed over positions, is too large for the processor's cache."""
+        """Return whether one example's G, summed over positions, is too large for the processor's cache."""
         k, _, groups, o, t = self.g.shape
         alone = not torch.is_grad_enabled() or not self.g.requires_grad
         return t > 1 and groups == 1 and k * o * self.a.shape[2] > _BLOCK and alone
@@ -196,13 +196,13 @@ class Outer(Use):
         return torch.einsum("knv,nv->nk", self._turned(spread.left).square(), self._weights(spread))
 
     def _in_blocks(self, spread: KroneckerCovariance) -> bool:
-        """Whether both sides are rotated before they are contracted, and G is large."""
+        """Return whether both sides are rotated before they are contracted, and G is large."""
         k, _, groups, o, t = self.g.shape
         early = 1 < t <= min(k * o, self.a.shape[2]) and groups == 1
         return early and self._own_bases(spread) and k * o * self.a.shape[2] > _BLOCK and not self._attached(spread)
 
     def _attached(self, spread: KroneckerCovariance) -> bool:
-        """Whether gradients flow through the result."""
+        """Return whether gradients flow through the result."""
         tensors = (self.g, spread.variances, self.a.read(slice(0, 1)))
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
@@ -313,7 +313,7 @@ class Outer(Use):
         return replace(self, g=self.g.double(), twin=None).within(self.chunk)
 
     def _single(self, other: Use) -> TypeGuard[Outer]:
-        """Whether both have one position per example, so that <G, G'> = (a . a') (g . g')."""
+        """Return whether both have one position per example, so that <G, G'> = (a . a') (g . g')."""
         return isinstance(other, Outer) and self.positions == other.positions == 1
 
     def _input_products(self, other: Outer) -> Tensor:  # (Gr, N, M)
@@ -341,7 +341,7 @@ class Outer(Use):
         return spread.variances.shape == (*self.g.shape[2:4], self.a.shape[2])
 
     def _by_output(self, spread: KroneckerCovariance) -> bool:
-        """Whether J S J^T of an example is the sum over v of g[k, v] g[l, v] w[v], with `_weights` w."""
+        """Return whether J S J^T of an example is the sum over v of g[k, v] g[l, v] w[v], with `_weights` w."""
         groups, o, i = self.factors
         rowwise = isinstance(spread, RowCovariance) and spread.root.shape[:2] == (groups * o, i)
         return self.positions == 1 and (rowwise or self._own_bases(spread))

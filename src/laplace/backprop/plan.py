@@ -214,7 +214,7 @@ class Plan:
 
     @property
     def doubtful(self) -> bool:
-        """Whether a rule that explains the examples so far may fail on others."""
+        """Return whether a rule that explains the examples so far may fail on others."""
         return any(owner.doubtful for owner in self.owners.values())
 
     @property

@@ -195,7 +195,7 @@ class Recorder:
 
 
 def alike(output: Any, other: Any) -> bool:
-    """Whether two values hold the same tensors, up to rounding."""
+    """Return whether two values hold the same tensors, up to rounding."""
     pairs = tensors_in(output), tensors_in(other)
     if [t.shape for t in pairs[0]] != [t.shape for t in pairs[1]]:
         return False

@@ -55,7 +55,7 @@ class ReadyEngine:
         return self.kept.tensors[0].device
 
     def serves(self, fit: Fit) -> bool:
-        """Whether network and weights are as they were.
+        """Return whether network and weights are as they were.
 
         Writes that torch counts are always seen. Those through `.data` are seen in the uncertain weights alone, of
         which 65,536 are compared in a call, the next ones in the next call.

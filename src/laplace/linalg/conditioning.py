@@ -25,7 +25,7 @@ _STRIDE = 2
 
 
 def float32_products_suffice(matrix: Tensor) -> bool:  # (..., D, D), in float64
-    """Whether rounding did no harm to a sum of products x x^T that were taken in float32, and added in float64.
+    """Return whether rounding did no harm to a sum of products x x^T that were taken in float32, and added in float64.
 
     The entry i, j is rounded by at most 4e-8 sqrt(M_ii M_jj), for up to 1,024 positions in each product. So we scale to
     a unit diagonal. Rows that are zero, as those of dead units, are exact, and are left out.
@@ -45,12 +45,12 @@ def least_in_float32(matrix: Tensor) -> Tensor:  # (D, D) -> ()
 
 
 def prior_covers(delta: float, largest: float) -> bool:
-    """Whether a prior precision makes up for a decomposition in float32 of a matrix of the norm `largest`."""
+    """Return whether a prior precision makes up for a decomposition in float32 of a matrix of the norm `largest`."""
     return _ERROR * largest <= _COVERED * delta
 
 
 def may_exceed(matrix: Tensor, least: Tensor, constant: bool) -> bool:  # (D, D), in float32
-    """Whether no eigenvalue may be below `least`. False if one surely is.
+    """Return whether no eigenvalue may be below `least`. False if one surely is.
 
     A block of every second row and column has no eigenvalue below the smallest of the matrix. So if the block's is too
     small, the matrix's is, too, for an eighth of the cost of looking at all of it.

@@ -47,7 +47,7 @@ class FewRows(Tensor):
         return plain_gram(self.rows.to(self.dtype)).unsqueeze(0)
 
     def finite(self) -> bool:
-        """Whether the trace of the matrix, which no entry exceeds, is a number in its dtype."""
+        """Return whether the trace of the matrix, which no entry exceeds, is a number in its dtype."""
         norm = torch.linalg.vector_norm(self.rows)
         norm = norm if norm.isfinite() else torch.linalg.vector_norm(self.rows, dtype=torch.float64)
         return float(norm) < torch.finfo(self.dtype).max ** 0.5
@@ -70,7 +70,7 @@ class FewRows(Tensor):
 
 
 def all_finite(value: Tensor) -> bool:
-    """Whether a sum has no infinite entry and no NaN."""
+    """Return whether a sum has no infinite entry and no NaN."""
     if isinstance(value, FewRows):
         return value.finite()
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
@@ -82,7 +82,7 @@ def multiplied_out(matrix: Tensor) -> Tensor:  # (..., D, D)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two matrices are known to be equal. Rows are compared with rows, and nothing is multiplied out."""
+    """Return whether two matrices are known to be equal. Rows are compared with rows, and nothing is multiplied out."""
     if one.shape != other.shape:
         return False
     if isinstance(one, FewRows) != isinstance(other, FewRows):

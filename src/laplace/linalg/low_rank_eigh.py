@@ -46,7 +46,7 @@ def low_rank_eigh(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:  # (D
 
 
 def _may_be_low(matrix: Tensor, rank: int) -> bool:
-    """Whether a block of rank + 1 rows and columns is singular, as it is if the matrix has at most this rank."""
+    """Return whether a block of rank + 1 rows and columns is singular, as it is if the matrix has at most this rank."""
     block = matrix[: rank + 1, : rank + 1]
     least = 10 * _NOTHING * block.diagonal().mean()
     shifted = block - least * torch.eye(rank + 1, dtype=block.dtype, device=block.device)

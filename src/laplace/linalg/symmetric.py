@@ -49,7 +49,7 @@ def plain_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 
 
 def exact(m: int, d: int, positions: int = 1) -> bool:
-    """Whether the product of m examples' rows with d columns each is taken in float64."""
+    """Return whether the product of m examples' rows with d columns each is taken in float64."""
     few = positions == 1 or m * positions * d <= _COPIED
     return m * positions < 2 * d or (d <= NARROW and few)
 
@@ -175,7 +175,7 @@ def eigh(
 
 
 def may_be_rounded(matrix: Tensor, dtype: torch.dtype) -> bool:  # (..., D, D)
-    """Whether a matrix is wide enough for a decomposition in float32 to save much, in a posterior of `dtype`."""
+    """Return whether a matrix is wide enough for a decomposition in float32 to save much, in a posterior of `dtype`."""
     return matrix.shape[-1] > _WIDE and matrix.shape[:-2].numel() == 1 and dtype == torch.float32
 
 

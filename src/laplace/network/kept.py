@@ -64,7 +64,7 @@ class KeptReplica:
         self._written = written(self._pieces)
 
     def is_current(self) -> bool:
-        """Whether the network is as it was when the replica was made, and no tensor was written to."""
+        """Return whether the network is as it was when the replica was made, and no tensor was written to."""
         same = self._theirs.are_same() and self._places == places(self.tensors)
         return same and (not self._pieces or self._written == written(self._pieces))
 
@@ -73,7 +73,7 @@ class KeptReplica:
         self._own = Contents(self._copies)
 
     def is_clean(self) -> bool:
-        """Whether no run has left anything in the replica since `settle`."""
+        """Return whether no run has left anything in the replica since `settle`."""
         return self._own is not None and self._own.are_same()
 
 
@@ -120,7 +120,7 @@ class Contents:
         self._ids = self._ids_now()
 
     def are_same(self) -> bool:
-        """Whether they still hold the same objects.
+        """Return whether they still hold the same objects.
 
         Mappings are compared as a whole last: then all values are the same objects, and none is asked whether it is
         equal to another. Their order is part of the comparison of values.

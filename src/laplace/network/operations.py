@@ -63,7 +63,7 @@ class Line:
 
 
 def is_line(network: nn.Module, last: nn.Module) -> bool:
-    """Whether a network is a sequence of known layers, and then the last one, which may be of any kind."""
+    """Return whether a network is a sequence of known layers, and then the last one, which may be of any kind."""
     layers = [module for module in network.modules() if type(module) is not nn.Sequential]
     return type(network) is nn.Sequential and layers[-1] is last and all(type(m) in _OPERATIONS for m in layers[:-1])
 
@@ -122,7 +122,7 @@ def _unless_hooked(module: nn.Module, operation: Operation) -> Callable[..., Any
 
 
 def _is_called_otherwise(own: Own) -> bool:
-    """Whether a call of a layer is more than its class says."""
+    """Return whether a call of a layer is more than its class says."""
     hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     return bool(hooked) or "forward" in own or own.get(_CALL) is not None
 

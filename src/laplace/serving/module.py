@@ -195,7 +195,7 @@ class PredictiveModule(nn.Module):
         return tuple(x) if isinstance(x, (tuple, list)) else (x,), named
 
     def _by_name(self, x: Mapping[str, Any]) -> bool:
-        """Whether the entries of a mapping are arguments of `forward`: the rule of `la(x)`."""
+        """Return whether the entries of a mapping are arguments of `forward`: the rule of `la(x)`."""
         if self._keys.x in self._names:
             return True
         return self._required <= set(x) and (self._anything or bool(self._names & set(x)))

@@ -66,7 +66,7 @@ class ServedRow:
         return cls(row, weight, bias, predictive.wanted, watched)
 
     def is_current(self) -> bool:
-        """Whether all tensors are those of which it was made, with the same numbers."""
+        """Return whether all tensors are those of which it was made, with the same numbers."""
         for place, name, t, version, address in self._watched:
             if place[name] is not t or t._version != version or t.data_ptr() != address:
                 return False

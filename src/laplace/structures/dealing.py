@@ -52,7 +52,7 @@ def decomposed(matrix: Tensor, dtype: torch.dtype, ties: bool, rounded: bool = F
 
 
 def dealing() -> bool:
-    """Whether decompositions are dealt out just now, so that all of them have to be asked for at once."""
+    """Return whether decompositions are dealt out just now, so that all of them have to be asked for at once."""
     return _jobs.get() is not None
 
 

@@ -148,7 +148,7 @@ class Kron(BlockDiagonal):
         return int(self._sketch)
 
     def _sketched(self, side: int) -> bool:
-        """Whether a factor with so many rows is kept as a sketch."""
+        """Return whether a factor with so many rows is kept as a sketch."""
         return self._sketch is not None and side > self._sketch
 
     def _numbers(self, side: int, diagonal: bool) -> int:

@@ -21,7 +21,7 @@ class Room:
         self.numbers = numbers
 
     def take(self, numbers: int) -> bool:
-        """Whether there is room for so many numbers. If there is, it is taken."""
+        """Return whether there is room for so many numbers. If there is, it is taken."""
         fits = numbers <= self.numbers
         self.numbers -= numbers if fits else 0
         return fits

@@ -141,7 +141,7 @@ class Patches(Activations):
 
 
 def _convolves(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch's convolutions are fast and exact: on other devices they may round to half precision."""
+    """Return whether torch's convolutions are fast and exact: on other devices they may round to half precision."""
     return x.device.type == "cpu" and x.dtype == dtype == torch.float32
 
 

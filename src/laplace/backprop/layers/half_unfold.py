@@ -18,7 +18,7 @@ _SMALL = 2**12  # numbers that the kernel's columns see of one row of all images
 
 
 def half_unfolding_pays(conv: nn.modules.conv._ConvNd, padded: Tensor) -> bool:  # (M, C, H, W)
-    """Whether a convolution is of this kind, and its rows have something in common."""
+    """Return whether a convolution is of this kind, and its rows have something in common."""
     if type(conv) is not nn.Conv2d or conv.groups != 1 or conv.stride[0] != 1 or conv.kernel_size[0] == 1:
         return False
     numbers = padded.numel() // padded.shape[2] * conv.kernel_size[1] // conv.stride[1]

@@ -18,7 +18,7 @@ _SMALLEST = 6  # for images with shorter sides, unfolding is cheaper
 
 
 def shifts_apply(conv: nn.modules.conv._ConvNd, x: Tensor) -> bool:  # x: (..., H, W)
-    """Whether a convolution is of this kind."""
+    """Return whether a convolution is of this kind."""
     return (
         type(conv) is nn.Conv2d
         and tuple(conv.kernel_size) == (3, 3)
