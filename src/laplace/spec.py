@@ -410,7 +410,7 @@ class _Call:
         named = set[str]().union(*(_arguments(module) for module in network.modules()))
         for name in near:
             if name not in named:
-                inside = f" (If the network takes it, put it into the batch: {{**batch, {name!r}: ...}}.)"
+                inside = f" (If the network takes it, give it in the mapping: la({{**batch, {name!r}: ...}}).)"
                 error = self.refused(name, ", and no forward of the network names such a keyword")
                 raise ArgumentError(f"{error}{inside}")
 

@@ -224,6 +224,8 @@ def test_several_inputs():
         assert list(inspect.signature(one.forward).parameters) == ["a", "b"]
         for found in (one(a, b), one(b=b, a=a), one(a, b=b), one((a, b)), one({"a": a, "b": b})):
             assert torch.allclose(found, expected)
+    replica = module._replicate_for_data_parallel()  # as nn.DataParallel makes them
+    assert replica.forward.__self__ is replica
 
 
 def test_it_depends_on_nothing_outside_and_the_network_stays_as_it_was():

@@ -168,6 +168,11 @@ class PredictiveModule(nn.Module):
         super().__setstate__(state)
         self._take_signature()
 
+    def _replicate_for_data_parallel(self) -> PredictiveModule:
+        replica = super()._replicate_for_data_parallel()
+        replica._take_signature()  # its forward is bound to this module
+        return replica
+
     def _take_signature(self) -> None:
         """Give `forward` the arguments of the network's own, by which torch.export names and binds inputs.
 
