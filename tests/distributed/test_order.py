@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, TensorDataset
 
 from laplace import Laplace, marglik_training
-from laplace.distributed import ShardSampler
+from laplace.distributed import Reduce, ShardSampler
+from laplace.distributed.shards import shard_of
 
 N = 13
 
@@ -128,3 +129,20 @@ def _drawn_alone() -> dict[str, float]:
         p = la.predict(loader, link_approx=name, n_samples=7)
         found[f"mean {name}"], found[f"epistemic {name}"] = float(p.mean[:, 0].sum()), float(p.epistemic.sum())
     return found
+
+
+class FirstOfTwo(Reduce):
+    """The first of two ranks, which exchange nothing."""
+
+    rank, size = 0, 2
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_accelerate_is_said_to_repeat_examples_only_where_it_does(even):
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    batches = BatchSampler(RandomSampler(range(N)), 4, False)
+    loader = DataLoader(data(), batch_sampler=accelerate.BatchSamplerShard(batches, 2, 0, even_batches=even))
+    found = shard_of(loader, FirstOfTwo())
+    assert (found.note is not None) == even
+    expected = torch.randperm(N, generator=torch.Generator().manual_seed(0))[::2]
+    assert torch.equal(found.places, expected)  # shuffled, the same order on all ranks, without repeats
