@@ -186,7 +186,8 @@ def test_ranks_share_examples_and_decompositions_of_blocks():
     model, x, y = make("mlp", "classification")
     one, four = (laplace.plan(model, (x, y), "classification", "all", n_data=1000, ranks=ranks) for ranks in (1, 4))
     for option in one:
-        assert four[option.structure].bytes == option.bytes
+        if option.structure != "matrix_free":  # which several ranks cannot fit
+            assert four[option.structure].bytes == option.bytes
     for name in ("kron", "diag", "ekfac"):
         assert four[name].epochs == pytest.approx(one[name].epochs / 4)
     assert one["full"].epochs / 4 < four["full"].epochs < one["full"].epochs  # every rank decomposes the whole matrix

@@ -1,6 +1,8 @@
 """Fit one posterior to a network and a loader that accelerate has prepared.
 
-accelerate launch --cpu --num_processes 2 examples/many_processes/with_accelerate.py
+accelerate launch --multi_gpu --num_processes 2 examples/many_processes/with_accelerate.py
+
+(--multi_gpu starts one process for each, also on a CPU, where --cpu starts a single one.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Fit one posterior with Lightning Fabric.
 
-fabric run --accelerator cpu --devices 2 --strategy ddp examples/many_processes/with_fabric.py
+python examples/many_processes/with_fabric.py
+
+(`fabric.launch()` starts the processes.)
 """
 
 from __future__ import annotations

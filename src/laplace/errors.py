@@ -124,6 +124,16 @@ def numbered(error: LaplaceError, where: str) -> LaplaceError:
     return type(error)(f"{where}: {error}") if type(error) in _NUMBERED else error
 
 
+def note(error: BaseException, text: str) -> None:
+    """Add a sentence to an error of somebody else, whose type and message stay. Python 3.11 shows it, too."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the sentences that were added to an error."""
+    return [text for text in getattr(error, "__notes__", []) if isinstance(text, str)]
+
+
 @contextmanager
 def within(where: str, runs: bool = False) -> Iterator[None]:
     """Add the batch's name to errors about data or the network. Does nothing if `where` is empty.

@@ -22,8 +22,9 @@ from laplace.backprop.network import Network, NetworkMoments
 from laplace.budget import in_bytes
 from laplace.checks import LARGEST, choice, flag, how_many, whole_number
 from laplace.curvature import Estimator
-from laplace.errors import InputError, LaplaceError
+from laplace.errors import InputError, LaplaceError, OptionError
 from laplace.inference.accumulate_spread import require_spreadable
+from laplace.inference.shared import require_divisible
 from laplace.inference.targets import counted
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
@@ -168,16 +169,14 @@ def plan(
         kind = "gp" if made.functional else name
         return Laplace(model, likelihood, subset_of_weights, kind, **others, **given).structure
 
-    with plain():
-        return _previewed(
-            la,
-            _first(batch),
-            number,
-            size is None,
-            structure,
-            whole_number(ranks, "ranks"),
-            flag(shard_factors, "shard_factors"),
+    ranks, shard_factors = whole_number(ranks, "ranks"), flag(shard_factors, "shard_factors")
+    if shard_factors and ranks == 1:
+        raise OptionError(
+            "shard_factors=True divides the factors over several ranks, and ranks=1 here. Write ranks= how many "
+            "processes will fit together, or leave out shard_factors=True."
         )
+    with plain():
+        return _previewed(la, _first(batch), number, size is None, structure, ranks, shard_factors)
 
 
 def _several(batch: Any) -> bool:
@@ -274,6 +273,7 @@ def _previewed(
     for name in _KINDS:
         try:
             structure = made(name)
+            require_divisible(structure, ranks)
             if shard_factors:
                 require_spreadable(structure, checkpoint=False)
         except LaplaceError as error:

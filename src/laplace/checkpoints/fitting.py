@@ -16,7 +16,9 @@ import torch
 from laplace.checkpoints.progress import progress_of
 from laplace.checks import flag, flag_or_none
 from laplace.distributed import OWN, Group, reduce_over
+from laplace.distributed.together import jointly
 from laplace.inference.fit import fit as sums_of
+from laplace.inference.settings import require_same_settings
 from laplace.inference.values import Holder
 from laplace.linalg.autocast import plainly
 from laplace.network.datasets import doubts_about
@@ -26,6 +28,7 @@ from laplace.spec import refuse_unknown_keywords
 Fits = TypeVar("Fits", bound=Holder)
 
 
+@jointly("la.fit")
 @refuse_unknown_keywords
 @plainly
 def fit(
@@ -91,6 +94,13 @@ def fit(
     journal = None
     if checkpoint is not None:
         journal = partial(progress_of, la.runner, path=checkpoint, every=every, reduce=reduce)
+    require_same_settings(la, reduce)
+    if flag(shard_factors, "shard_factors") and (group is OWN or group is None):
+        la.runner.warn_once(
+            "shard_factors",
+            "shard_factors=True has no effect here: without group=, this process keeps all factors. Write "
+            "group=torch.distributed.group.WORLD, if several processes should divide them.",
+        )
     fit = sums_of(
         la.runner,
         train_loader,

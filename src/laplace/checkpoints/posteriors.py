@@ -28,9 +28,10 @@ from laplace.checks import flag, options_of, path_of, shown
 from laplace.curvature import CURVATURES, Estimator
 from laplace.distributed import OWN, Group, Reduce, alone, reduce_over
 from laplace.distributed.groups import Unsaid, global_rank
-from laplace.distributed.together import joined
+from laplace.distributed.together import joined, jointly
 from laplace.errors import CheckpointError, LaplaceError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
+from laplace.inference.settings import require_same_settings
 from laplace.inference.source import Fitted
 from laplace.likelihoods import LIKELIHOODS, Likelihood, likelihood_named
 from laplace.network import digests
@@ -64,6 +65,7 @@ class Loadable(Protocol):
 Kind = TypeVar("Kind", bound=Loadable)
 
 
+@jointly("la.save")
 @refuse_unknown_keywords
 def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, group: Group = OWN) -> None:
     """Write a fitted posterior to a file of safetensors: no code, and no training data.
@@ -82,6 +84,7 @@ def save(la: Kept, /, path: str | os.PathLike[str], with_data: bool = False, *, 
     """
     path, with_data = path_of(path, "path"), flag(with_data, "with_data")
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
+    require_same_settings(la, reduce)
     if (owners := la.posterior.fit.owners) is not None:
         with reduce.session(), joined(reduce):
             _write(la, part_of(path, owners.rank, owners.size), with_data)
@@ -112,6 +115,7 @@ def _write(la: Kept, path: Path, with_data: bool) -> None:
     container.write(path, KIND, contents)
 
 
+@jointly("Laplace.load")
 @refuse_unknown_keywords
 def load(
     cls: type[Kind],

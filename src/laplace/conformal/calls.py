@@ -16,8 +16,10 @@ from laplace.conformal.rules import RANDOMISED, IntervalRule, rule_of
 from laplace.conformal.shards import Found, of_all_ranks
 from laplace.distributed import OWN, Group, Reduce, alone
 from laplace.distributed.groups import reduce_to_calibrate
-from laplace.distributed.shards import Shard, places
+from laplace.distributed.shards import Shard, places, read_alone
+from laplace.distributed.together import jointly
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
+from laplace.inference.settings import require_same_settings
 from laplace.inference.shared import divided
 from laplace.inference.source import Source
 from laplace.linalg.autocast import plainly
@@ -30,6 +32,7 @@ from laplace.spec import refuse_unknown_keywords
 from laplace.tuning.unsuitable import overlap
 
 
+@jointly("la.conformal")
 @refuse_unknown_keywords
 @plainly
 @torch.no_grad()
@@ -109,7 +112,8 @@ def conformal(
     given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
     progress_bar = flag_or_none(progress_bar, "progress_bar")
     with reduce.session():
-        shard = Shard(data) if reduce.size == 1 else divided(data, reduce, source)
+        require_same_settings(source, reduce)
+        shard = read_alone(data) if reduce.size == 1 else divided(data, reduce, source)
         seed = _seed(method, randomized, generator, reduce)
         examples = labelled(source, shard.loader, options | {"generator": generator}, progress_bar)
         return _calibrated(

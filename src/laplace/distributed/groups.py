@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeGuard
 
 from torch import distributed
 
 from laplace.checks import shown
-from laplace.distributed.ranks import Ranks
+from laplace.distributed.ranks import ranks_of
 from laplace.distributed.reduce import Reduce, alone
 from laplace.distributed.shards import divided_by
 from laplace.errors import OptionError
 
+PIECES: Final = "fully_shard"  # what leaves a rank with pieces of a network, with which it can do nothing alone
 _WRITE = (
     "Write group=torch.distributed.group.WORLD: each rank reads its own part of the data, and all end with the "
-    "posterior of all of it. Or group=None, to keep the posterior of this rank's own batches."
+    "posterior of all of it."
 )
+_OR_ALONE = " Or group=None, to keep the posterior of this rank's own batches."
 
 
 class Unsaid(Enum):
@@ -58,6 +60,27 @@ def reduce_to_calibrate(group: Any, loader: Any, call: str) -> Reduce:
     return alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
 
 
+def is_group_here(group: Any) -> TypeGuard[distributed.ProcessGroup]:
+    """Return whether this is a process group in which this process is."""
+    known = distributed.is_available() and isinstance(group, distributed.ProcessGroup)
+    return known and distributed.get_rank(group) >= 0
+
+
+def reduce_to_tune(group: Any, ranks: int, loader: Any) -> Reduce:
+    """Return what the processes of `group` exchange to tune a posterior that `ranks` of them have fitted together.
+
+    Raises:
+        OptionError: nothing was said, and ranks would tune a posterior that they share, or parts of the data, alone.
+    """
+    if isinstance(group, Unsaid) and world_size() > 1 and ranks > 1:
+        raise OptionError(
+            f"this is a posterior that {ranks} ranks fitted together, and all of them must tune it alike. Write "
+            "group=torch.distributed.group.WORLD. Or group=None, to tune this rank's copy alone: the ranks may then "
+            "differ, and refuse to predict or save together."
+        )
+    return reduce_over(group, None, loader)
+
+
 def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
     """Return what the processes of `group` exchange. Refuse sharded data or networks if the user said nothing.
 
@@ -73,12 +96,13 @@ def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
         return alone
     if isinstance(group, Unsaid):
         size = world_size()
+        write = _WRITE if wrapped is not None and wrapped.endswith(PIECES) else _WRITE + _OR_ALONE
         if size > 1 and (what := divided_by(loader)) is not None:
             raise OptionError(
-                f"the data is divided over {size} ranks by {what}, so that this rank alone sees a part of it. {_WRITE}"
+                f"the data is divided over {size} ranks by {what}, so that this rank alone sees a part of it. {write}"
             )
         if size > 1 and wrapped is not None:
-            raise OptionError(f"this is {wrapped}, on {size} ranks. {_WRITE}")
+            raise OptionError(f"this is {wrapped}, on {size} ranks. {write}")
         return alone
     if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
         raise OptionError(
@@ -87,4 +111,4 @@ def reduce_over(group: Any, wrapped: str | None, loader: Any) -> Reduce:
         )
     if distributed.get_rank(group) < 0:
         raise OptionError("group= is a process group that this process is not in. Give one that it is in, or None.")
-    return Ranks(group)
+    return ranks_of(group)

@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -24,19 +25,27 @@ from torch import Tensor, distributed
 
 from laplace.distributed.buckets import add_up
 from laplace.distributed.reduce import Reduce
-from laplace.errors import InputError, LaplaceError, RankError, numbered
+from laplace.errors import InputError, LaplaceError, RankError, notes_of, numbered
 
 Value = TypeVar("Value")
 Form = tuple[tuple[int, ...], torch.dtype]
 Service = Callable[[Any, list[Any]], Any]  # of a key, and what each rank asked
 
 SERVICES: dict[str, Service] = {}  # that every rank has, whatever it does
+_open: ContextVar[Ranks | None] = ContextVar("open", default=None)  # the ranks that make a call together just now
+
+
+def ranks_of(group: distributed.ProcessGroup) -> Ranks:
+    """Return the ranks of a group: those that make a call together just now, if they are this group's."""
+    ranks = _open.get()
+    return ranks if ranks is not None and ranks.group is group else Ranks(group)
 
 
 @dataclass(frozen=True)
 class _Report:
     """Says how the work of one rank ended, or what it asks of all ranks before it can go on."""
 
+    calls: tuple[str, ...]  # in which the rank is, the outermost first
     value: Any = None
     error: str | None = None
     asked: tuple[str, Any, Any] | None = None  # the service, what of it, and what it should know
@@ -53,25 +62,58 @@ class Ranks(Reduce):
         self.group = group
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._interrupted = False  # Ctrl-C came during an exchange, and nobody knows yet
-        self._over = False  # whether all ranks know that the session has failed
+        self._over = False  # whether all ranks know that the call has failed, or that it is done: nobody waits
         self._why = ""
+        self._calls: tuple[str, ...] = ()
+        self._sessions = 0  # that are open, one within the other
         self.services = dict(SERVICES)
 
     @contextmanager
-    def session(self) -> Iterator[None]:
-        self._over = self._interrupted = False
-        try:
+    def call(self, name: str) -> Iterator[None]:
+        """Begin a call that all ranks make. What one raises before its session, as of an argument, all raise."""
+        with self._within(name):
             try:
                 yield
             except BaseException as error:
-                if not self._over:
+                if not self._over and not self._sessions:  # an open session will tell
                     self._fail(error)
                 raise
-            self.agree(lambda: None)
+
+    @contextmanager
+    def session(self, name: str = "") -> Iterator[None]:
+        with self._within(name):
+            if not self._sessions:
+                self._over = False
+            services = self.services
+            self.services, self._sessions = dict(services), self._sessions + 1
+            try:
+                try:
+                    yield
+                except BaseException as error:
+                    if not self._over:
+                        self._fail(error)
+                    raise
+                self.agree(lambda: None)
+            finally:
+                self.services, self._sessions = services, self._sessions - 1  # others hold the sums of what has asked
+            if not self._sessions:
+                self._over, self._why = True, "the call that all ranks made together has ended"
+            if self._interrupted:  # during that last exchange
+                raise KeyboardInterrupt
+
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        """Say with every report in which call this rank is."""
+        outer = self._calls
+        if not outer and not self._sessions:
+            self._over = self._interrupted = False
+        self._calls = (*outer, name) if name else outer
+        token = _open.set(self)
+        try:
+            yield
         finally:
-            self.services = dict(SERVICES)  # others hold the sums of what has asked
-        if self._interrupted:  # during that last exchange
-            raise KeyboardInterrupt
+            self._calls = outer
+            _open.reset(token)
 
     def agree(self, work: Callable[[], Value]) -> list[Value]:
         try:
@@ -84,7 +126,7 @@ class Ranks(Reduce):
             raise
         while True:
             self._require_going()
-            reports = self._gather(_Report(value))
+            reports = self._gather(_Report(self._calls, value))
             self._raise_errors(reports)
             if not self._served(reports):
                 return [report.value for report in reports]
@@ -98,7 +140,7 @@ class Ranks(Reduce):
         if self._interrupted:
             raise KeyboardInterrupt
         self._require_going()
-        reports = self._gather(_Report(asked=(service, key, detail)))
+        reports = self._gather(_Report(self._calls, asked=(service, key, detail)))
         self._raise_errors(reports)
         return self._served(reports)[service, key]
 
@@ -144,8 +186,9 @@ class Ranks(Reduce):
     def _fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed. An error about data or the network is raised with its number."""
         self._over = True
-        said = self._why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._gather(_Report(error=said))
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        said = self._why = "; ".join([said.rstrip("."), *notes_of(error)])
+        self._gather(_Report(self._calls, error=said))
         told = numbered(error, f"rank {self.rank}") if isinstance(error, LaplaceError) else error
         if told is not error:
             raise told from error.__cause__
@@ -153,6 +196,7 @@ class Ranks(Reduce):
     def _raise_errors(self, reports: list[_Report]) -> None:
         failed = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
         if not failed:
+            self._require_same_call(reports)
             return
         self._over = True
         first = min(failed)
@@ -162,6 +206,18 @@ class Ranks(Reduce):
             "posterior is as it was before the call, on every rank."
         )
         raise RankError(self._why)
+
+    def _require_same_call(self, reports: list[_Report]) -> None:
+        """Refuse ranks of which one fits and another predicts: what they exchange would mean different things."""
+        calls = [" within ".join(reversed(report.calls)) for report in reports]
+        if len(set(calls)) > 1:
+            self._over = True
+            told = ", ".join(f"rank {rank} is in {call or 'no call'}" for rank, call in enumerate(calls))
+            self._why = (
+                f"the ranks make different calls: {told}. All ranks of a group must make the same calls with group= in "
+                "the same order; has one of them caught an error and gone on?"
+            )
+            raise RankError(self._why)
 
     @contextmanager
     def _connected(self) -> Iterator[None]:

@@ -25,8 +25,11 @@ class Reduce:
     rank: int = 0
     size: int = 1
 
-    def session(self) -> AbstractContextManager[None]:
-        """Begin work that all ranks end alike: whatever one raises inside, all raise."""
+    def session(self, name: str = "") -> AbstractContextManager[None]:
+        """Begin work that all ranks end alike: whatever one raises inside, all raise.
+
+        A session with a name is a call of its own: ranks that are in different ones refuse each other.
+        """
         return nullcontext()
 
     def agree(self, work: Callable[[], Value]) -> list[Value]:

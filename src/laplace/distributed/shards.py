@@ -70,7 +70,7 @@ def shard_of(loader: Iterable[Any], ranks: Reduce) -> Shard:
         examples = len(sampler.dataset)  # type: ignore[arg-type]
         if sampler.drop_last or examples % sampler.num_replicas == 0:
             return Shard(loader, examples, _places(loader, sampler))
-        return _dealt_out(loader, ranks, type(sampler).__name__)
+        return _dealt_out(loader, ranks, type(sampler).__name__, sampler)
     if _is_dispatched(loader):
         raise UnsupportedError(
             "accelerate reads the data on rank 0 and sends it to the others. Let every rank read its own part: "
@@ -84,10 +84,26 @@ def shard_of(loader: Iterable[Any], ranks: Reduce) -> Shard:
     batches: Any = getattr(loader, "batch_sampler", None)
     if getattr(batches, "num_processes", 1) > 1 and hasattr(batches, "process_index"):
         _require_rank(batches, batches.process_index, batches.num_processes, ranks)
-        return _dealt_out(loader, ranks, "accelerate")
+        inner = getattr(getattr(batches, "batch_sampler", None), "sampler", None)
+        return _dealt_out(loader, ranks, "accelerate", inner, getattr(batches, "even_batches", True))
+    return read_alone(loader)
+
+
+def read_alone(loader: Iterable[Any]) -> Shard:
+    """Return all that a loader gives, with the places of the examples in the data set where it can say them."""
+    sampler, dataset = _sampler_of(loader), getattr(loader, "dataset", None)
+    if isinstance(sampler, (ShardSampler, DistributedSampler)):
+        return Shard(loader, None, _places(loader, sampler))
     if isinstance(dataset, Subset) and isinstance(sampler, SequentialSampler):
         return Shard(loader, None, _within(dataset))
     return Shard(loader)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return the samplers of a loader: its own, and what its batches are made of."""
+    found = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    found.append(getattr(found[1], "sampler", None))
+    return list({id(each): each for each in found if each is not None}.values())
 
 
 def _within(subset: Subset[Any]) -> Tensor:
@@ -112,8 +128,11 @@ def places(shard: Shard, ranks: Reduce, start: int, n: int) -> Tensor:  # (n,)
     return torch.arange(start, start + n) * ranks.size + ranks.rank
 
 
-def _dealt_out(loader: Any, ranks: Reduce, what: str) -> Shard:
-    """Return the same data without repeats."""
+def _dealt_out(loader: Any, ranks: Reduce, what: str, order: Any, repeats: bool = True) -> Shard:
+    """Return the same data without repeats, and in a random order if `order` is a sampler that shuffles.
+
+    For the same seed and epoch, that order is the one of a `DistributedSampler`.
+    """
     dataset, collate = loader.dataset, loader.collate_fn
     sizes = getattr(loader, "batch_size", None), getattr(loader.batch_sampler, "batch_size", None)
     size = next((size for size in sizes if isinstance(size, int)), None)
@@ -122,10 +141,13 @@ def _dealt_out(loader: Any, ranks: Reduce, what: str) -> Shard:
             f"{what} {_REPEATS.split(';')[0]}, and its batches cannot be made again. Give a DataLoader with "
             "sampler=laplace.distributed.ShardSampler(dataset)."
         )
-    sampler = ShardSampler(len(dataset), ranks.rank, ranks.size)
+    shuffle = bool(getattr(order, "shuffle", isinstance(order, RandomSampler)))
+    seed = order.seed if isinstance(order, DistributedSampler) else 0  # the same on all ranks
+    sampler = ShardSampler(len(dataset), ranks.rank, ranks.size, shuffle=shuffle, seed=seed)
+    sampler.set_epoch(getattr(order, "epoch", 0))
     made = DataLoader(dataset, size, sampler=sampler, collate_fn=collate, num_workers=loader.num_workers,
                       generator=torch.Generator())  # fmt: skip
-    return Shard(made, len(dataset), torch.tensor(list(sampler)), f"{what} {_REPEATS}")
+    return Shard(made, len(dataset), torch.tensor(list(sampler)), f"{what} {_REPEATS}" if repeats else None)
 
 
 def _places(loader: Any, sampler: Iterable[int]) -> Tensor | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
-from laplace.distributed.groups import reduce_over
-from laplace.distributed.ranks import Ranks
+from laplace.distributed.groups import is_group_here, reduce_over
+from laplace.distributed.ranks import Ranks, ranks_of
 from laplace.distributed.reduce import Reduce
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
@@ -30,8 +34,33 @@ def together(group: Any) -> Iterator[None]:
         RankError: another rank has failed; the message names it and its error.
     """
     reduce = reduce_over(group, None, None)
-    with reduce.session(), joined(reduce):
+    with reduce.session("laplace.distributed.together"), joined(reduce):
         yield
+
+
+def jointly(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a call with `group=`: an error of one rank's arguments is an error of all ranks at once.
+
+    Args:
+        name: of the call, as users write it. Ranks that make another call with the same group are refused.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = list(inspect.signature(function).parameters.values())
+        names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        at = names.index("group") if "group" in names else None  # as an argument without its name
+
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            group = args[at] if at is not None and len(args) > at else kwargs.get("group")
+            if not is_group_here(group):  # or something else, which the call itself refuses
+                return function(*args, **kwargs)
+            with ranks_of(group).call(name):
+                return function(*args, **kwargs)
+
+        return called
+
+    return decorate
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from laplace.backprop import Network
 from laplace.checks import generator_or_none
 from laplace.curvature import CURVATURES, Estimator
 from laplace.distributed import Reduce, alone
-from laplace.distributed.shards import Shard
+from laplace.distributed.shards import read_alone
 from laplace.distributed.together import joined
 from laplace.errors import InputError, UnsupportedError, within
 from laplace.inference import shared
@@ -67,17 +67,13 @@ def fit(
         reduce: the processes that fit together, each with a part of the data. This one alone by default.
         shard_factors: whether the sums of each layer stay on one of these processes.
     """
-    if runner.spec.structure.rereads and reduce.size > 1:
-        raise UnsupportedError(
-            f"hessian_structure={runner.spec.structure.name!r} reads all data again for every answer, and does so "
-            "in one process. Fit with group=None on all data, or take hessian_structure='kron' or 'ekfac'."
-        )
+    shared.require_divisible(runner.spec.structure, reduce.size)
     spread = shard_factors and reduce.size > 1
     with reduce.session(), joined(reduce):
         if shard_factors:
             require_spreadable(runner.spec.structure, journal is not None)
             _require_plain_prior(prior)
-        shard = Shard(loader) if reduce.size == 1 else shared.divided(loader, reduce, runner)
+        shard = read_alone(loader) if reduce.size == 1 else shared.divided(loader, reduce, runner)
         loader = shard.loader
         runner.require_rereading(loader, before)
         runner.next_tokens = None if before is None else runner.next_tokens
@@ -119,7 +115,10 @@ def fit(
             shared.require_same(runner, weights, engine.plan, estimator, once, reduce, shard_factors)
         unread = stream if own is None else chain([own], stream)
         sums.run(unread, None if isinstance(loader, Iterator) else read)
-        found = sums.fit(mean) if before is None else before.plus(sums.fit(mean))
+        found = sums.fit(mean)
+        if shard.examples is not None and found.n_data < shard.examples and reduce.rank == 0:
+            runner.warn_once("fewer", _fewer(found.n_data, shard.examples))
+        found = found if before is None else before.plus(found)
         if spec.structure.rereads:
             found = replace(found, training=Rereading.of(runner, loader, found, estimator))
         if note := coverage_of(found, engine.plan).other_forms(spec.structure.name):
@@ -143,6 +142,13 @@ def _require_plain_prior(prior: Prior) -> None:
             "shard_factors=True with prior=earlier.as_prior(): the curvature of earlier tasks is whole on every rank. "
             "Leave out shard_factors=True, or take another prior."
         )
+
+
+def _fewer(read: int, examples: int) -> str:
+    return (
+        f"the ranks read {read} of the {examples} examples of the data set, and the posterior leaves out the rest. "
+        "Leave out drop_last=True; sampler=laplace.distributed.ShardSampler(dataset) gives each example to one rank."
+    )
 
 
 def _unregistered(shapes: list[tuple[int, ...]]) -> str:

@@ -9,18 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from laplace.checks import flag, flag_or_none
 from laplace.distributed import OWN, Group, alone, reduce_over
 from laplace.distributed.groups import Unsaid
-from laplace.distributed.shards import Shard, shard_of
+from laplace.distributed.shards import Shard
 from laplace.distributed.together import joined as joined_ranks
+from laplace.distributed.together import jointly
 from laplace.errors import InputError, UnsupportedError, within
 from laplace.inference.arguments import FEW_DRAWS, chosen_outputs, draws_asked, pred_type_named
 from laplace.inference.drawing import joined_draws
 from laplace.inference.linked import linked, needed_by
 from laplace.inference.one_input import at_one_input
-from laplace.inference.predict_shards import in_step, parts_in_order, same_draws
+from laplace.inference.predict_shards import divided_inputs, in_step, marked, parts_in_order, same_draws
+from laplace.inference.settings import require_same_settings
 from laplace.inference.source import Answer, Source, n_outputs_at, scaled_outputs
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws
@@ -133,6 +136,7 @@ def call(
         return shape(out.mean), spread
 
 
+@jointly("la.predict")
 @refuse_unknown_keywords
 @plainly
 def predict(
@@ -205,23 +209,28 @@ def predict(
         draws = Draws(draws.n, torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
     state = None if draws.generator is None else draws.generator.get_state()
     parts: list[tuple[Outputs, Tensor | None]] = []
+    marks: list[float] = []
     shape, needed = Reshaper(), how is not None and with_covariances(how.needs())
     independent, need = diagonal_output, None
     answer = Answer(frame.budget, "Predict fewer inputs at a time, or with diagonal_output=True, or fewer n_samples.")
     reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
     with reduce.session(), joined_ranks(reduce), torch.set_grad_enabled(frame.enable_backprop):
         apart = reduce.size > 1 and not frame.spread  # each rank has inputs of its own
-        shard = shard_of(x, reduce) if apart else Shard(x)
+        require_same_settings(source, reduce)
+        shard = divided_inputs(x, reduce, source) if apart else Shard(x)
         if reduce.size == 1 and is_shuffled(x):
             source.warn_once(
                 "shuffled",
                 "the loader shuffles, so the rows of the prediction are in a random order, not that of the dataset. "
                 "Write DataLoader(..., shuffle=False).",
             )
-        if reduce.size > 1:
-            draws = same_draws(draws, reduce)
+        unseeded = draws
+        if reduce.size > 1 or (draws.generator is None and isinstance(x, DataLoader)):
+            draws = same_draws(draws, reduce)  # before the loader draws a seed for its workers, or not
             state = None if draws.generator is None else draws.generator.get_state()
         batches = prediction_batches(shard.loader, frame.keys, model_kwargs, progress)
+        if apart:
+            batches = marked(batches, marks)
         for where, inputs in batches if apart or reduce.size == 1 else in_step(batches, reduce):
             with within(where):
                 if pred_type == "nn":
@@ -240,13 +249,14 @@ def predict(
                     mean = None if how is None else linked(source, link, how, part, draws, independent)
                     parts.append((part.outputs, mean))
         if apart:
-            parts, shape = parts_in_order(parts, shape, shard, reduce)
+            parts, shape = parts_in_order(parts, shape, shard, marks, reduce)
         if not parts:
             raise InputError("the loader to predict on gave no batch.")
         outputs = joined([outputs for outputs, _ in parts])
         if not len(outputs.mean):
             raise InputError("the inputs to predict on hold no example.")
         p = torch.cat([p for _, p in parts if p is not None]) if link else None
+        draws = unseeded if unseeded.generator is None else draws
         return shape.prediction(response.prediction(outputs, p, source.noise_level, link, draws))
 
 

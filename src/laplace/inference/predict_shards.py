@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,10 @@ from torch import Tensor
 from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard
 from laplace.errors import InputError
+from laplace.inference.shared import divided
+from laplace.inference.source import Source
 from laplace.linalg.sampling import Draws, seed_from
+from laplace.network.batches import is_one_batch
 from laplace.network.digests import Digest
 from laplace.network.inputs import Inputs
 from laplace.predictive.mixtures import Outputs, joined
@@ -20,6 +25,10 @@ from laplace.predictive.reshape import Reshaper
 
 Batch = tuple[str, Inputs]  # where it is, for errors, and what the network is called with
 Part = tuple[Outputs, Tensor | None]  # outputs, and the mean through the link
+_ONCE = (
+    "Give each rank its own part: DataLoader(dataset, batch_size, sampler=laplace.distributed.ShardSampler(dataset)). "
+    "If every rank should predict all of it, leave out group=."
+)
 Report = tuple[Outputs, Tensor | None, Positions, Tensor | None]
 
 
@@ -32,9 +41,36 @@ def same_draws(draws: Draws, reduce: Reduce) -> Draws:
     return Draws(draws.n, first, draws.apart)
 
 
-def parts_in_order(parts: Sequence[Part], shape: Reshaper, shard: Shard, reduce: Reduce) -> tuple[list[Part], Reshaper]:
-    """Return the predictions of all ranks in the order of the data; rank after rank where no loader can say it."""
-    reports = [report for report in reduce.agree(lambda: _report(parts, shape, shard.places)) if report is not None]
+def divided_inputs(x: Any, reduce: Reduce, source: Source) -> Shard:
+    """Return the part of the inputs that this rank predicts. Refuse a data set that every rank reads whole.
+
+    One batch, as a tensor, is this rank's own: what the others have is not compared. It may be empty.
+    """
+    empty = isinstance(x, Tensor) and x.shape[:1] == (0,)
+    if any(reduce.agree(lambda: is_one_batch(x))):
+        return Shard([] if empty else x)
+    return divided(x, reduce, source, "would be predicted")
+
+
+def marked(batches: Iterable[Batch], marks: list[float]) -> Iterator[Batch]:
+    """Yield a rank's batches. Notes a sum of each that comes from a loader."""
+    for where, inputs in batches:
+        if where:
+            marks.append(sum(float(t.double().sum()) for t in inputs.tensors() if not t.is_complex()))
+        yield where, inputs
+
+
+def parts_in_order(
+    parts: Sequence[Part], shape: Reshaper, shard: Shard, marks: Sequence[float], reduce: Reduce
+) -> tuple[list[Part], Reshaper]:
+    """Return the predictions of all ranks in the order of the data; rank after rank where no loader can say it.
+
+    Raises:
+        InputError: two ranks have predicted the same batches, or all of them more examples than the data set has.
+    """
+    found = reduce.agree(lambda: (_report(parts, shape, shard.places), math.fsum(marks) if marks else None))
+    _require_each_once([(None if report is None else report[2].n, mark) for report, mark in found], shard.examples)
+    reports = [report for report, _ in found if report is not None]
     if not reports:
         return [], shape
     outputs = joined([outputs for outputs, *_ in reports])
@@ -67,6 +103,22 @@ def in_step(batches: Iterable[Batch], reduce: Reduce) -> Iterator[Batch]:
             )
         if batch is not None:
             yield batch
+
+
+def _require_each_once(ranks: Sequence[tuple[int | None, float | None]], examples: int | None) -> None:
+    """Refuse inputs that would be predicted more than once. Of each rank comes their number, and the sum of them."""
+    for (i, (n, mark)), (j, (m, other)) in combinations(enumerate(ranks), 2):
+        same = mark is not None and other is not None and math.isclose(mark, other, rel_tol=1e-6, abs_tol=1e-12)
+        if n and n == m and same:
+            raise InputError(
+                f"ranks {i} and {j} predict the same {n} examples, which would come twice in the result. {_ONCE}"
+            )
+    total = sum(n or 0 for n, _ in ranks)
+    if examples is not None and total > examples:
+        raise InputError(
+            f"the ranks predict {total} examples together, and the data set has {examples}: some would come twice in "
+            f"the result. {_ONCE}"
+        )
 
 
 def _report(parts: Sequence[Part], shape: Reshaper, places: Tensor | None) -> Report | None:

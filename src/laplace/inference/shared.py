@@ -14,12 +14,13 @@ from laplace.backprop.audit import EXAMPLES
 from laplace.curvature import Estimator
 from laplace.distributed import Reduce
 from laplace.distributed.shards import Shard, reads_all_of, shard_of
-from laplace.errors import InputError, ModelError, OptionError
+from laplace.errors import InputError, ModelError, OptionError, UnsupportedError
 from laplace.inference.runner import Runner
-from laplace.network.batches import Batch, device_of
+from laplace.network.batches import Batch, device_of, require_iterable
 from laplace.network.digests import Digest, differing, of_state
 from laplace.network.pieces import whole
 from laplace.network.pytree import tensors_in
+from laplace.structures import Structure
 from laplace.weights import FoundLastLayer, Selection
 
 _LARGE = 2**30  # bytes of weights above which only those that are uncertain are compared, and the buffers
@@ -31,21 +32,28 @@ class Warns(Protocol):
     def warn_once(self, key: str, message: str) -> None: ...
 
 
-def divided(loader: Iterable[Any], reduce: Reduce, who: Warns) -> Shard:
-    """Return the part of the data that this rank reads. Refuse data that every rank reads whole."""
+def divided(loader: Iterable[Any], reduce: Reduce, who: Warns, counted: str = "would count") -> Shard:
+    """Return the part of the data that this rank reads. Refuse data that every rank reads whole.
+
+    `counted` says what would happen to it several times.
+    """
+    require_iterable(loader)
     shard = shard_of(loader, reduce)
     if shard.note is not None and reduce.rank == 0:
         who.warn_once("repeats", shard.note)
     facts = reduce.agree(lambda: (shard.examples, _of_dataset(loader) if shard.examples is None else None))
-    known = {examples for examples, _ in facts}
-    if len(known) > 1:
-        raise InputError(f"the ranks divide data sets of {sorted(map(str, known))} examples; all must divide the same.")
+    if len({examples for examples, _ in facts}) > 1:
+        told = ", ".join(
+            f"rank {rank} {'has no sampler that divides one' if n is None else f'divides one of {n} examples'}"
+            for rank, (n, _) in enumerate(facts)
+        )
+        raise InputError(f"all ranks must divide the same data set, and {told}. Give all a loader of the same kind.")
     whole = [dataset for _, dataset in facts if dataset is not None]
     if len(whole) > 1 and len(whole) == reduce.size and len(set(whole)) == 1:
         raise InputError(
-            f"every rank reads the whole data set of {whole[0][0]} examples, which would count {reduce.size} times. "
+            f"every rank reads the whole data set of {whole[0][0]} examples, which {counted} {reduce.size} times. "
             "Give each rank its own part: DataLoader(dataset, batch_size, "
-            "sampler=laplace.distributed.ShardSampler(dataset)); or write group=None for a posterior of each rank."
+            "sampler=laplace.distributed.ShardSampler(dataset)); or write group=None, and each rank works alone."
         )
     return shard
 
@@ -56,6 +64,15 @@ def _of_dataset(loader: Any) -> tuple[int, str] | None:
     if dataset is None or not len(dataset):
         return None
     return len(dataset), Digest().add(*tensors_in(dataset[0])).hex()
+
+
+def require_divisible(structure: Structure, ranks: int) -> None:
+    """Refuse a structure that several ranks cannot fit together."""
+    if structure.rereads and ranks > 1:
+        raise UnsupportedError(
+            f"hessian_structure={structure.name!r} reads all data again for every answer, and does so in one process. "
+            "Fit with group=None on all data, or take hessian_structure='kron' or 'ekfac'."
+        )
 
 
 def first_of(own: Batch | None, reduce: Reduce, runner: Runner) -> Batch | None:

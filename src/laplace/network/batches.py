@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from laplace.checks import shown
-from laplace.errors import InputError, MissingKeyError, OptionError
+from laplace.errors import InputError, MissingKeyError, OptionError, note
 from laplace.network.arrays import as_tensors, dtype_of, is_array
 from laplace.network.graphs import is_graph, labels_in
 from laplace.network.inputs import MASK, Inputs, Keys, described, read_entries, reads_mask
@@ -114,10 +114,7 @@ def training_batches(
             f"the loader is a {type(loader).__name__}, which has no labels. Write la.fit(x, y), or (x, y) for data to "
             "tune with; or give a DataLoader or another iterable of batches."
         )
-    if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
-        raise InputError(
-            f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
-        )
+    require_iterable(loader)
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise InputError(f"a {type(loader).__name__} gives single examples. Write DataLoader(dataset, batch_size=128).")
     if isinstance(loader, list) and is_pair(tuple(loader)):
@@ -128,16 +125,39 @@ def training_batches(
     if is_pair(loader):
         loader = ArrayBatches(*loader)
     device = device_of(model)
-    for index, batch in enumerate(with_bar(loader, progress, what)):
+    for index, batch in enumerate(_numbered(with_bar(loader, progress, what))):
         found = split(batch, keys, index, model)
         if found.y.shape[:1] != (0,):
             given = found.inputs.tensors()
             if given and all(t.shape[:1] == (0,) for t in given):
                 raise InputError(f"batch {index}: {len(found.y)} labels for 0 inputs.")
-            yield _read_in(found, device)
+            yield on_device(found, device)
 
 
-def _read_in(batch: Batch, device: torch.device) -> Batch:
+def require_iterable(loader: Any) -> None:
+    """Refuse what has no batches."""
+    if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+        raise InputError(
+            f"the loader is a {type(loader).__name__}; a DataLoader or another iterable of batches is needed."
+        )
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader. If the loader itself fails, its error gets a note of the batch."""
+    unread, index = iter(batches), 0
+    while True:
+        try:
+            batch = next(unread)
+        except StopIteration:
+            return
+        except Exception as error:
+            note(error, f"raised by the loader while it read batch {index}")
+            raise
+        yield batch
+        index += 1
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch to the network's device and copy its labels.
 
     Moments, metrics and scores keep labels and weights longer than the batch exists, and a loader may refill its
@@ -165,7 +185,7 @@ def prediction_batches(
     error messages: `what` and its number, or nothing if `x` is not a loader.
     """
     x = dataloader_of(x, "predict")
-    if isinstance(x, (Tensor, Mapping, tuple)) or is_array(x) or is_graph(x):
+    if is_one_batch(x):
         yield "", Inputs.of(x, kwargs, keys)
         return
     if not isinstance(x, Iterable):
@@ -173,9 +193,14 @@ def prediction_batches(
             f"x is a {type(x).__name__}; a tensor, an array, a DataFrame, a mapping, a tuple of inputs or a DataLoader "
             "is needed."
         )
-    for index, batch in enumerate(with_bar(x, progress, "predict")):
+    for index, batch in enumerate(_numbered(with_bar(x, progress, "predict"))):
         one = isinstance(batch, (tuple, list)) and 1 <= len(batch) <= 2 + len(keys.given) and not is_array(batch)
         yield f"{what} {index}", Inputs(batch[0] if one else batch, kwargs, keys)
+
+
+def is_one_batch(x: Any) -> bool:
+    """Return whether `x` is the inputs of one batch, and not a loader."""
+    return isinstance(x, (Tensor, Mapping, tuple)) or is_array(x) or is_graph(x)
 
 
 def device_of(model: nn.Module) -> torch.device:

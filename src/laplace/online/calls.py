@@ -19,7 +19,10 @@ from torch.optim import Adam, Optimizer
 from laplace.checks import choice, flag, flag_or_none, generator_or_none, one_positive, path_of, shown, whole_number
 from laplace.curvature import Estimator
 from laplace.distributed import OWN, Group, reduce_over
+from laplace.distributed.groups import PIECES
+from laplace.distributed.together import jointly
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
+from laplace.inference.settings import require_same_settings
 from laplace.inference.shared import divided, require_same_values
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 SCHEDULES: dict[str, type[Schedule]] = {each.name: each for each in (Epochs, Running, Bound)}
 
 
+@jointly("marglik_training")
 @refuse_unknown_keywords
 def marglik_training(
     model: nn.Module,
@@ -175,7 +179,7 @@ def marglik_training(
             f"training reads the data once per epoch, and a {type(train_loader).__name__} can be read only once. Give "
             "a DataLoader or a list of batches."
         )
-    if la.runner.wrapped == "fully_shard":
+    if la.runner.wrapped == PIECES:
         raise UnsupportedError(
             "marglik_training moves whole weights on every rank, and a network of fully_shard is in pieces. Train it "
             "in DistributedDataParallel; or with FSDP first, and write Laplace(model, ...).fit(loader, group=...)."
@@ -198,6 +202,7 @@ def marglik_training(
         if reduce.size > 1:
             train_loader = divided(train_loader, reduce, la.runner).loader
             require_same_values(la.model, None, reduce)
+            require_same_settings(la, reduce)
         data = TrainingData(train_loader, la, reduce)
         if not schedule.is_ever_due(n_epochs, data.batches):
             warn(

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from laplace.checkpoints import training as files
 from laplace.checks import positive
 from laplace.distributed import Reduce, alone
+from laplace.distributed.shards import samplers_of
 from laplace.errors import CheckpointError, InputError, LaplaceError, NumericalError, within
 from laplace.inference.targets import checked, labelled_rows
 from laplace.laplace import Laplace
-from laplace.network.batches import Batch, device_of
+from laplace.network.batches import Batch, device_of, on_device
 from laplace.network.inputs import Inputs
 from laplace.network.progress import bar
 from laplace.online.schedule import Schedule
@@ -38,7 +39,16 @@ class TrainingData:
         self.loader, self.la = loader, la
         self.spare: Batch | None = None  # what a rank runs while others have more batches
         self.batches = 0  # in one epoch of this rank
-        self.n = sum(reduce.agree(self._count))
+        counts = reduce.agree(self._count)
+        self.n = sum(counts)
+        if not self.n:
+            raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
+        self.source = next(rank for rank, count in enumerate(counts) if count)  # the first rank that has data
+        if not all(counts):
+            own = self.spare if reduce.rank == self.source else None
+            first = reduce.share(self.source, None if own is None else on_device(own, torch.device("cpu")))
+            assert first is not None
+            self.spare = self.spare or on_device(first, device_of(la.model))
 
     def _count(self) -> int:
         n = 0
@@ -47,8 +57,6 @@ class TrainingData:
                 self.spare = replace(batch, inputs=batch.inputs.copied())
             n += len(batch.y)
             self.batches += 1
-        if self.spare is None:
-            raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")
         return n
 
     @property
@@ -56,6 +64,12 @@ class TrainingData:
         """Return the inputs of the first batch."""
         assert self.spare is not None
         return self.spare.inputs
+
+    def begin(self, epoch: int) -> None:
+        """Tell samplers that shuffle the number of the epoch, so that each has an order of its own."""
+        for sampler in samplers_of(self.loader):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.la.runner.batches(self.loader, False, "train")
@@ -128,6 +142,7 @@ class Training:
         """Run one epoch, and return the negative log joint per example, averaged over its batches."""
         la, total = self.la, 0.0
         prior, sigma, unit = self._terms()
+        self.data.begin(len(self.losses))
         self.network.train()
         for batch, n, everywhere in self._steps():
             if self._moved(batch):
@@ -207,10 +222,11 @@ class Training:
             there[name].grad = total / self.reduce.size
 
     def _share_buffers(self) -> None:
-        """Give all ranks the buffers of the first: running statistics are those of a rank's own batches."""
+        """Give all ranks the buffers of the first that has data: running statistics are of a rank's own batches."""
         buffers = [*self.la.model.buffers()]
         if self.reduce.size > 1 and buffers:
-            for own, first in zip(buffers, self.reduce.share(0, [b.cpu() for b in buffers]), strict=True):
+            of_first = self.reduce.share(self.data.source, [b.cpu() for b in buffers])
+            for own, first in zip(buffers, of_first, strict=True):
                 own.copy_(first)
 
     def _log_likelihood(self, batch: Batch, sigma: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ from torch import Tensor
 from laplace.checks import choice, flag, flag_or_none, shown, unchanged
 from laplace.distributed import OWN, Group
 from laplace.distributed.groups import reduce_to_calibrate
-from laplace.distributed.together import joined
+from laplace.distributed.together import joined, jointly
 from laplace.errors import LaplaceError, OptionError, UnsupportedError, warn
 from laplace.evaluation.calibration import binned
 from laplace.inference.linearised import through_link
+from laplace.inference.settings import require_same_settings
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.task_prior import CurvedPrior
@@ -48,6 +49,7 @@ _CERTAIN = 1e4  # times the narrowest prior precision of the grid: then the scor
 _LARGEST = 1e30  # prior precision, which float32 can square no more
 
 
+@jointly("la.calibrate")
 @refuse_unknown_keywords
 @plainly
 def calibrate(
@@ -113,6 +115,7 @@ def calibrate(
             "its hyperparameters by the evidence, or Laplace(..., prior_precision=1.0) instead of prior=."
         )
     with torch.no_grad(), reduce.session(), joined(reduce):
+        require_same_settings(la, reduce)
         _require_narrow_limit(how, posterior)
         validation = validation_of(la, how, val_loader, ood_loader, progress_bar, again=True, reduce=reduce)
         held_out = HeldOut(validation, posterior, _scale_of(posterior))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from laplace.checks import choice, flag, flag_or_none, positive, shown
 from laplace.distributed import OWN, Group, alone, reduce_over
-from laplace.distributed.groups import Unsaid
-from laplace.distributed.together import joined
+from laplace.distributed.groups import Unsaid, reduce_to_tune
+from laplace.distributed.together import joined, jointly
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
+from laplace.inference.settings import require_same_settings
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link
@@ -53,6 +54,7 @@ class Tunable(Protocol):
     def runner(self) -> Runner: ...
 
 
+@jointly("la.tune")
 @refuse_unknown_keywords
 @plainly
 def tune(
@@ -141,9 +143,10 @@ def tune(
     usual = {name: p.default for name, p in inspect.signature(tune).parameters.items()}
     name, how = methods.method_of(method, given, usual)
     groups = choice(how.prior_structure if prior_structure is None else prior_structure, GROUPS, "prior_structure")
-    reduce = reduce_over(group, _shared(la), val_loader)
+    reduce = reduce_to_tune(group, la.runner.ranks, val_loader)
     problem = Problem(la, kinds, groups, Scoring(**scoring, progress_bar=progress_bar, reduce=reduce))
     with torch.no_grad(), reduce.session(), joined(reduce):
+        require_same_settings(la, reduce)
         tuned = how.tune(problem)
         if name in ("evidence", "loo"):
             tuned = looked_at(problem, tuned)
@@ -154,6 +157,7 @@ def tune(
     return _take(la, kinds, tuned)
 
 
+@jointly("la.optimize_prior_precision")
 @refuse_unknown_keywords
 @plainly
 def optimize_prior_precision(
@@ -221,14 +225,16 @@ def optimize_prior_precision(
         start = float(positive(init_prior_prec, "init_prior_prec").double().log().mean().exp())
         reduce = alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
         with torch.no_grad(), reduce.session(), joined(reduce):
+            require_same_settings(la, reduce)
             tuned = ByEvidence(n_steps, start, verbose).tune(Problem(la, kinds, groups))
     else:
         how = how_scored(la, pred_type, link_approx, n_samples, loss, as_in_paper=True)
         grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
         grids = {"prior_precision": grid, "sigma_noise": log_grid(-3, 3, grid_size, 10.0)}
         again = groups != "scalar" or tune_sigma_noise
-        reduce = reduce_over(group, _shared(la), val_loader)
+        reduce = reduce_to_tune(group, la.runner.ranks, val_loader)
         with torch.no_grad(), reduce.session(), joined(reduce):
+            require_same_settings(la, reduce)
             validation = validation_of(la, how, val_loader, None, progress_bar, again, reduce)
             search = search_of(Problem(la, kinds, groups), validation, grids, _laplace_torch_option)
             if len(search.grids) == 1:
@@ -241,11 +247,6 @@ def optimize_prior_precision(
         found = tuned.hyperparameters or {"prior precision": tuned.prior_precision}
         listed = ", ".join(f"{name} {value.tolist()}" for name, value in found.items())
         print(f"{listed}, noise {tuned.sigma_noise:.4g}")
-
-
-def _shared(la: Tunable) -> str | None:
-    """Say that the posterior is shared by several ranks, which must tune it together."""
-    return f"a posterior that {la.runner.ranks} ranks fitted together" if la.runner.ranks > 1 else None
 
 
 def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:
