@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import resource
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.budget import Budget, free, in_bytes
+from laplace.budget import Budget, free, give_back_freed_memory, in_bytes
 from laplace.errors import LaplaceError, MemoryBudgetError, OptionError
 
 
@@ -133,3 +135,17 @@ def test_what_is_free_is_a_part_of_what_there_is():
 )
 def test_bytes_in_words(n, words):
     assert in_bytes(n) == words
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other mallocs have no malloc_trim")
+def test_freed_memory_is_given_back():
+    blocks = [torch.ones(2**14) for _ in range(2000)]  # of 64 KB, too small to be mapped each on its own
+    last, filled = blocks[-1], resident()
+    blocks.clear()
+    give_back_freed_memory()
+    assert resident() < filled - 64 * 2**20
+    assert float(last.sum()) == 2**14

@@ -47,6 +47,8 @@ def offences(tree: ast.AST) -> Iterator[str]:
                 yield "numpy.load that may run code"
             if called.endswith("import_module") and not isinstance(node.args[0], ast.Constant):
                 yield "an import by a name that is not written down"
+            if called.endswith("CDLL") and [ast.unparse(arg) for arg in node.args] != ["None"]:
+                yield "a foreign library"
             if given.get("shell", "False") != "False":
                 yield "a shell"
 
@@ -59,16 +61,18 @@ def narrows(test: ast.expr) -> bool:
     return isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
 
 
-# `laplace report --model MODULE:NAME` imports the network that the user names, as `python -m MODULE` would.
-NAMED_BY_THE_USER = ("commands/report.py", "an import by a name that is not written down")
+ALLOWED = (
+    # `laplace report --model MODULE:NAME` imports the network that the user names, as `python -m MODULE` would.
+    ("commands/report.py", "an import by a name that is not written down"),
+    # `CDLL(None)` is the process itself, whose malloc is asked to give back free memory. No file is opened.
+    ("laplace/budget.py", "ctypes"),
+)
 
 
 def test_no_file_runs_text_or_foreign_files():
     assert len(FILES) > 50
     found = [(str(file), what) for file in FILES for what in offences(ast.parse(file.read_text()))]
-    assert [
-        each for each in found if not (each[0].endswith(NAMED_BY_THE_USER[0]) and each[1] == NAMED_BY_THE_USER[1])
-    ] == []
+    assert [(file, what) for file, what in found if not any(file.endswith(a) and what == b for a, b in ALLOWED)] == []
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,7 @@ def test_no_file_runs_text_or_foreign_files():
         "torch.load(path, weights_only=False)",
         "np.load(path, allow_pickle=True)",
         "import_module(name)",
+        "ctypes.CDLL('libc.so.6')",
         "run('ls', shell=True)",
     ],
 )
