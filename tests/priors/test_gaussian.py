@@ -25,9 +25,18 @@ def test_one_precision_is_the_same_precision_for_each_tensor(
     _same(one.scatter(theta, LAYOUT), one.precision.double() * (theta - one.mean).double().square().sum())
     _same(one.logdet(LAYOUT, theta), each.logdet(LAYOUT, theta))
     _same(one.log_density(theta, LAYOUT), each.log_density(theta, LAYOUT))
-    for groups in ("scalar", "layerwise"):
-        for found, expected in zip(one.traces(LAYOUT, theta, groups), each.traces(LAYOUT, theta, groups), strict=True):
-            _same(found, expected)
+    terms = [
+        prior.terms(theta, LAYOUT, "layerwise", prior.distances(theta, LAYOUT, "layerwise")) for prior in (one, each)
+    ]
+    whole = one.terms(theta, LAYOUT, "scalar", one.distances(theta, LAYOUT, "scalar"))
+    for found in (*terms, whole):
+        _same(found.scatter, one.scatter(theta, LAYOUT))
+        _same(found.logdet, one.logdet(LAYOUT, theta))
+    for found, expected, total in zip(terms[0].traces, terms[1].traces, whole.traces, strict=True):
+        _same(found, expected)
+        _same(found.sum().reshape(1), total)
+    _same(whole.traces[0], 25 / one.precision.double().reshape(1))
+    _same(whole.traces[1], 25 / one.precision.double().square().reshape(1))
 
 
 def test_gradients_in_one_precision_and_mean() -> None:
