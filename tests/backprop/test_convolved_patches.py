@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace.backprop.activations import Stored
-from laplace.backprop.gradients import Basis, KroneckerCovariance
+from laplace.backprop.covariances import Basis, KroneckerCovariance
 from laplace.backprop.layers.conv import Patches, patches
 from laplace.backprop.outer import Outer
 

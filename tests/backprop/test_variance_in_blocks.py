@@ -7,7 +7,7 @@ import torch
 
 import laplace.backprop.outer as outer
 from laplace.backprop.activations import Stored
-from laplace.backprop.gradients import Basis, KroneckerCovariance
+from laplace.backprop.covariances import Basis, KroneckerCovariance
 from laplace.backprop.outer import Outer
 
 

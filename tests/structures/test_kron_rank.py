@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.backprop.gradients import ReflectedBasis
+from laplace.backprop.covariances import ReflectedBasis
 from laplace.errors import OptionError
 from laplace.linalg.sketch import columns_for, nystroem, reflections, sketched, sketched_rows
 from laplace.structures import Kron

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, rotate_left
+from laplace.backprop.covariances import Basis, rotate_left
 from laplace.linalg.conditioning import float32_products_suffice
 from laplace.linalg.symmetric import NARROW, exact, gram, plain_gram, total
 

@@ -17,7 +17,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Jacobian, JacobianOf, KroneckerCovariance
+from laplace.backprop.covariances import KroneckerCovariance
+from laplace.backprop.gradients import Jacobian, JacobianOf
 
 
 class Weights(Protocol):

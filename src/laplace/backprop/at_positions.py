@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Covariance, KroneckerCovariance
+from laplace.backprop.covariances import Covariance, KroneckerCovariance
 from laplace.backprop.uses import NetworkJacobian, Use
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.predictive.positions import Positions

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance, RowCovariance
+from laplace.backprop.covariances import Basis, Covariance, KroneckerCovariance, RowCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY
 from laplace.linalg.contrasts import centred, covariances_if_independent, variances_if_independent

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Sketchable
+from laplace.backprop.covariances import Basis
+from laplace.backprop.gradients import Sketchable
 from laplace.backprop.head_jacobian import HeadJacobianOf, along
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.symmetric import gram, in_sums, precise_gram

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.activations import grams
-from laplace.backprop.gradients import Basis, KroneckerCovariance, rotate_right
+from laplace.backprop.covariances import Basis, KroneckerCovariance, rotate_right
 from laplace.backprop.uses import EVERY, Use, all_pairs
 from laplace.linalg.symmetric import NARROW
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.activations import Activations, Stored, contract, grams
-from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance, rotate_left, rotate_right
+from laplace.backprop.covariances import Basis, KroneckerCovariance, RowCovariance, rotate_left, rotate_right
 from laplace.backprop.uses import EVERY, Use, batched_grams
 from laplace.linalg.sketch import sketched_rows
 from laplace.linalg.symmetric import NARROW, total

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, KroneckerCovariance
+from laplace.backprop.covariances import Basis, KroneckerCovariance
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import EVERY, Use
 from laplace.linalg.symmetric import total

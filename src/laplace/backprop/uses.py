@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Basis, Covariance, KroneckerCovariance, Sketchable, rotate_left, rotate_right
+from laplace.backprop.covariances import Basis, Covariance, KroneckerCovariance, rotate_left, rotate_right
+from laplace.backprop.gradients import Sketchable
 from laplace.linalg.symmetric import precise_gram, total
 
 EVERY = slice(None)  # example

@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
-from laplace.backprop.gradients import Basis, Moments, is_absent
+from laplace.backprop.covariances import Basis
+from laplace.backprop.gradients import Moments, is_absent
 from laplace.budget import in_bytes
 from laplace.curvature import GGN
 from laplace.distributed.buckets import add_up

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from laplace.backprop.asked import Asked
-from laplace.backprop.gradients import Basis, KroneckerCovariance, RowCovariance
+from laplace.backprop.covariances import Basis, KroneckerCovariance, RowCovariance
 from laplace.backprop.gradients import Jacobian as Jacobian
 from laplace.backprop.gradients import JacobianOf as JacobianOf
 from laplace.backprop.gradients import Moments as Moments

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Asked, Times
-from laplace.backprop.gradients import Basis, Jacobian, Moments, MomentsOf, ReflectedBasis
+from laplace.backprop.covariances import Basis, ReflectedBasis
+from laplace.backprop.gradients import Jacobian, Moments, MomentsOf
 from laplace.budget import Budget
 from laplace.errors import OptionError, warn
 from laplace.linalg.few_rows import multiplied_out, same

@@ -7,7 +7,8 @@ import math
 from torch import Tensor
 
 from laplace.backprop.asked import Asked
-from laplace.backprop.gradients import JacobianOf, KroneckerCovariance, MomentsOf
+from laplace.backprop.covariances import KroneckerCovariance
+from laplace.backprop.gradients import JacobianOf, MomentsOf
 from laplace.errors import OptionError, UnsupportedError
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import check_positive

@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from laplace.backprop.gradients import Covariance, Jacobian, Moments
+from laplace.backprop.covariances import Covariance
+from laplace.backprop.gradients import Jacobian, Moments
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import EIGH, SYMMETRIC, Clipped, check_positive, clip, spectrum
 from laplace.structures.base import Contribution, Forms, Structure, Sums

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from laplace.backprop.asked import Asked
-from laplace.backprop.gradients import Basis, JacobianOf, KroneckerCovariance, MomentsOf
+from laplace.backprop.covariances import Basis, KroneckerCovariance
+from laplace.backprop.gradients import JacobianOf, MomentsOf
 from laplace.budget import Budget
 from laplace.checks import shown, whole_number
 from laplace.errors import OptionError

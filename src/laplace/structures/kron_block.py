@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.asked import Asked
-from laplace.backprop.gradients import Basis, JacobianOf, KroneckerCovariance, rotate_left, rotate_right
+from laplace.backprop.covariances import Basis, KroneckerCovariance, rotate_left, rotate_right
+from laplace.backprop.gradients import JacobianOf
 from laplace.errors import OptionError, UnsupportedError
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import blurred, check_positive, may_be_rounded

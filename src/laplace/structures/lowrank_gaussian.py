@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.asked import ALL_EXAMPLES, EACH_EXAMPLE, EACH_OUTPUT, Asked, Times
-from laplace.backprop.gradients import Jacobian, KroneckerCovariance
+from laplace.backprop.covariances import KroneckerCovariance
+from laplace.backprop.gradients import Jacobian
 from laplace.budget import Budget
 from laplace.linalg.lowrank import DiagonalPlusLowRank
 from laplace.linalg.symmetric import check_positive

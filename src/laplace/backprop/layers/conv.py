@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn import grad
 
 from laplace.backprop.activations import Activations
-from laplace.backprop.gradients import Basis
+from laplace.backprop.covariances import Basis
 from laplace.backprop.layers.base import Call, Room, Rule
 from laplace.backprop.layers.half_unfold import half_unfolded_gram, half_unfolding_pays
 from laplace.backprop.layers.linear import bias

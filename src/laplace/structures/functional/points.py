@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from laplace.backprop.asked import Asked
-from laplace.backprop.gradients import Engine, Forward, Jacobian, JacobianOf, KroneckerCovariance
+from laplace.backprop.covariances import KroneckerCovariance
+from laplace.backprop.gradients import Engine, Forward, Jacobian, JacobianOf
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import DenseUse, Use
 from laplace.linalg.symmetric import total
