@@ -209,7 +209,7 @@ def prior_of(prior: Any, precision: float | Tensor | None, mean: float | Tensor 
             "la.as_prior() of an earlier task."
         )
     gaussian = isinstance(prior, GaussianPrior)
-    if gaussian and type(prior) not in (GaussianPrior, CurvedPrior):
+    if gaussian and type(prior) is not GaussianPrior and not isinstance(prior, CurvedPrior):
         raise OptionError(
             f"prior={prior!r} is of a class of your own, made from GaussianPrior, whose sums and files are those of a "
             "Gaussian. Make it from laplace.priors.Prior or Independent, or write from_log_density(...)."
