@@ -14,7 +14,7 @@ import oracle
 from exact import assert_close, assert_exact, labels
 from laplace import Laplace
 from laplace.backprop import audit
-from laplace.backprop.network import NetworkForward
+from laplace.backprop.network import Network, NetworkForward
 from traps import Net, inputs, seeded
 
 # ---- inputs that are written to ------------------------------------------------------------------------------
@@ -169,3 +169,50 @@ def test_outputs_that_do_not_fit_at_once_are_predicted_in_parts(monkeypatch):
         predicted.append(la.predict(x).outputs.variance)
         assert room is None or max(sizes) <= 33
     assert_close(*predicted)
+
+
+class Sides(nn.Module):
+    """The first output depends on both layers, the second on one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(4, 5)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.head(torch.tanh(self.a(x))), self.head(torch.tanh(self.b(x)))
+        return torch.cat([left * right, right], 1)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "one by one"])
+def test_vectors_give_the_same_together_and_one_by_one(together, monkeypatch):
+    monkeypatch.setattr(NetworkForward, "_batched", lambda self, k: together and k > 1)
+    model, x, y = seeded(Sides).double(), inputs(11, 4), labels("regression", 11, 2)
+    la = Laplace(model, "regression", "all", "full").fit([(x[:6], y[:6]), (x[6:], y[6:])])
+    names = [k for k, _ in model.named_parameters()]
+    assert_close(la.H, oracle.curvature_all(model, names, x, y, "regression")[1])
+    jacobian = oracle.jacobian(model, names, x[:3])
+    assert_close(la(x[:3])[1], jacobian @ la.posterior_covariance @ jacobian.mT)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "one_by_one"), [({}, False), ({True: 1.0}, False), ({False: 1.0, True: 2.0}, True)], ids=str
+)
+def test_more_examples_go_at_once_where_vectors_go_one_by_one(seconds, one_by_one, monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 100), nn.Tanh(), nn.Linear(100, 10))
+    x, room = inputs(99, 4).float(), 2**18
+    la = Laplace(model, "regression", "all", "diag", memory_budget=room).fit([(x[:8], torch.zeros(8, 10))])
+    chunks, sizes = Network.chunks, []
+
+    def seen(self, given, n_outputs):
+        plan = self.planned(given)
+        plan.seconds.clear()
+        plan.seconds.update(seconds)
+        parts = list(chunks(self, given, n_outputs))
+        sizes.extend((part.size, plan.inner) for part in parts)
+        return parts
+
+    monkeypatch.setattr(Network, "chunks", seen)
+    la(x)
+    size, numbers = sizes[0]
+    assert size == room // 2 // (4 * numbers * (16 if one_by_one else 24))

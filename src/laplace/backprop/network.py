@@ -179,7 +179,9 @@ class Network:
         if math.prod(plan.outputs) > n_outputs:
             positions = self._positions(inputs).count
             width = width * positions * n_outputs // math.prod(plan.outputs)  # for this batch's padded length
-        step = self.budget.count(self.item_size * width * (2 * n_outputs * positions + 4), share=0.5)
+        vectors = n_outputs * positions
+        vectors += 2 if _one_by_one(plan) else vectors  # what autograd holds beside the gradients of all vectors
+        step = self.budget.count(self.item_size * width * (vectors + 4), share=0.5)
         for start in range(0, inputs.size, step):
             yield inputs.part(start, start + step)
 
@@ -412,9 +414,15 @@ class NetworkForward:
                 ]
             except RuntimeError:  # an operation without a batching rule: do not try again
                 self.plan.seconds[True] = float("inf")
-        rows = [sent_back(of, edges, vector, create_graph=self.attached) for vector in v]
-        sent = [[zeros_for(row[i], *kind, v) for row in rows] for i, kind in enumerate(kinds)]
-        return [torch.stack(gs) if len(gs) > 1 else gs[0].unsqueeze(0) for gs in sent]
+        if self.attached or len(v) == 1:
+            rows = [sent_back(of, edges, vector, create_graph=self.attached) for vector in v]
+            sent = [[zeros_for(row[i], *kind, v) for row in rows] for i, kind in enumerate(kinds)]
+            return [torch.stack(gs) if len(gs) > 1 else gs[0].unsqueeze(0) for gs in sent]
+        out = [v.new_empty((len(v), *shape), dtype=dtype) for shape, dtype in kinds]
+        for k, vector in enumerate(v):  # only one vector's gradients are there beside those of all
+            for all_of_it, g in zip(out, sent_back(of, edges, vector), strict=True):
+                all_of_it[k] = 0 if g is None else g
+        return out
 
     def _batched(self, k: int) -> bool:
         """Return whether vectors go back many at once. Tries each way once, then takes the cheaper one."""
@@ -465,6 +473,11 @@ class NetworkMoments:
 
     def trace(self) -> Tensor:
         return torch.stack([use.double().trace() for use in self.parameters]).sum()
+
+
+def _one_by_one(plan: Plan) -> bool:
+    """Return whether it was found to be cheaper to send vectors back one by one."""
+    return plan.seconds.get(False, math.inf) < plan.seconds.get(True, math.inf)
 
 
 def _doubled(t: Tensor) -> Tensor:

@@ -64,9 +64,11 @@ def _masked(weights: Tensor | None, mask: Tensor) -> Tensor:
 
 def checked(f: Tensor, labels: Batch, likelihood: Likelihood) -> Targets:
     """Return the labels of rows of outputs. Raises InputError if they or the outputs do not fit."""
-    likelihood.check_outputs(f)
+    if not len(f):
+        likelihood.check_outputs(f)
+        return Targets(labels.y)
     check_finite(f.detach(), "the network's outputs hold", start=labels.start)
-    return likelihood.targets(f, labels) if len(f) else Targets(labels.y)
+    return likelihood.targets(f, labels)
 
 
 def check_finite(f: Tensor, what: str, rows_each: int = 1, start: int = 0, why: str = "") -> None:
