@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.errors import CheckpointError, OptionError
+from laplace.errors import CheckpointError, InputError, OptionError
+from laplace.priors import Independent, StudentT
 from laplace.structures import Diag, Full, Kron
 from laplace.weights import Choice, Layout, Selection
 
@@ -106,3 +109,26 @@ def test_a_state_without_forms_is_still_checked(model):
     for key, value in {"sums/0.bias/mine": torch.ones(4).double(), "sums/nobody/mine": torch.ones(5).double()}.items():
         with pytest.raises(Exception, match=r"the state is damaged|one number per weight"):
             Laplace(model, "classification", "all", Mine()).load_state_dict({**state, key: value})
+
+
+class Cauchy(Independent):
+    name = "cauchy"
+
+    def __init__(self, scale=1.0):
+        super().__init__({"scale": scale}, 0.0)
+
+    def log_each(self, u, scale):
+        return -(math.pi * scale * (1 + (u / scale) ** 2)).log()
+
+    def bend_each(self, u, scale):
+        return 2 * (scale**2 - u**2) / (scale**2 + u**2) ** 2
+
+
+def test_a_file_with_a_prior_of_ones_own_asks_for_that_prior(model, tmp_path):
+    la = saved(model, tmp_path / "mine", prior=Cauchy(2.0))
+    with pytest.raises(InputError, match=r"your own prior 'cauchy'.*Laplace.load"):
+        Laplace.load(tmp_path / "mine", model)
+    with pytest.raises(CheckpointError, match="'cauchy', but prior= is StudentT"):
+        Laplace.load(tmp_path / "mine", model, prior=StudentT())
+    again = Laplace.load(tmp_path / "mine", model, prior=Cauchy())
+    assert torch.equal(again.prior.hyperparameters["scale"], la.prior.hyperparameters["scale"])

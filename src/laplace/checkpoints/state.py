@@ -27,7 +27,7 @@ from laplace.posterior.task_prior import CurvedPrior, Earlier
 from laplace.priors import PRIORS, Prior
 from laplace.priors.custom import Custom
 from laplace.priors.gaussian import GaussianPrior
-from laplace.spec import Spec
+from laplace.spec import Spec, refuse_unknown_keywords
 from laplace.structures import Sums
 from laplace.structures.functional.points import Points
 from laplace.structures.spread import Owners, SpreadGaussian
@@ -51,7 +51,8 @@ class Kept(Fitted, Protocol):
     def softmax_temperature(self) -> float: ...
 
 
-def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
+@refuse_unknown_keywords
+def state_dict(la: Kept, /, with_data: bool = False) -> dict[str, Any]:
     """Return everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
 
     Args:
@@ -214,10 +215,9 @@ def _require_options(spec: Spec, state: Mapping[str, Any]) -> None:
         raise InputError(f"this is not the state of a Laplace posterior: {', '.join(missing)} missing.")
     chosen = spec.curvature is None and state["curvature"] in ("ggn", "sketch")  # a fit may choose either by itself
     for key, here in spec.described(state["curvature"] if chosen else spec.estimator.name).items():
-        if state.get(key, here) != here:
-            raise InputError(
-                f"the state has {key}={state[key]!r}, this object has {here!r}. Make it with the same options."
-            )
+        told = state.get(key, here)
+        if told != here and not (key == "likelihood" and spec.likelihood.answers_to(told)):
+            raise InputError(f"the state has {key}={told!r}, this object has {here!r}. Make it with the same options.")
 
 
 def _require_network(runner: Runner, state: Mapping[str, Any], layout: Layout) -> None:

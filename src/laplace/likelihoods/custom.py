@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
+from laplace.checks import named_options
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
 from laplace.likelihoods.base import Likelihood
 from laplace.linalg.output_curvature import OutputCurvature
@@ -29,6 +30,7 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 Sampler = Callable[[Tensor, int, torch.Generator | None], Tensor]
 
 
+@named_options
 def from_log_prob(
     fn: LogProb,
     inverse_link: Callable[[Tensor], Tensor] | None = None,
