@@ -114,14 +114,14 @@ def test_a_state_without_forms_is_still_checked(model):
 class Cauchy(Independent):
     name = "cauchy"
 
-    def __init__(self, scale=1.0):
-        super().__init__({"scale": scale}, 0.0)
+    def __init__(self, width=1.0):  # without the argument `mean`
+        super().__init__({"width": width}, 0.5)
 
-    def log_each(self, u, scale):
-        return -(math.pi * scale * (1 + (u / scale) ** 2)).log()
+    def log_each(self, u, width):
+        return -(math.pi * width * (1 + (u / width) ** 2)).log()
 
-    def bend_each(self, u, scale):
-        return 2 * (scale**2 - u**2) / (scale**2 + u**2) ** 2
+    def bend_each(self, u, width):
+        return 2 * (width**2 - u**2) / (width**2 + u**2) ** 2
 
 
 def test_a_file_with_a_prior_of_ones_own_asks_for_that_prior(model, tmp_path):
@@ -130,5 +130,8 @@ def test_a_file_with_a_prior_of_ones_own_asks_for_that_prior(model, tmp_path):
         Laplace.load(tmp_path / "mine", model)
     with pytest.raises(CheckpointError, match="'cauchy', but prior= is StudentT"):
         Laplace.load(tmp_path / "mine", model, prior=StudentT())
+    assert la.tune(method="evidence").converged  # all hyperparameters, whatever their names
+    la.save(tmp_path / "mine")
     again = Laplace.load(tmp_path / "mine", model, prior=Cauchy())
-    assert torch.equal(again.prior.hyperparameters["scale"], la.prior.hyperparameters["scale"])
+    assert float(again.prior.hyperparameters["width"]) == float(la.prior.hyperparameters["width"]) != 2
+    assert torch.equal(again(X), la(X))

@@ -22,7 +22,7 @@ from laplace.backprop.gradients import Jacobian, JacobianOf
 
 
 class Weights(Protocol):
-    """A Gaussian over all weights there are."""
+    """Defines what is asked of a Gaussian over all weights there are."""
 
     def variance(self, jacobian: Jacobian) -> Tensor: ...
 
@@ -34,7 +34,7 @@ class Weights(Protocol):
 
 
 class Asked(ABC):
-    """A part of J S J^T.
+    """Names a part of J S J^T.
 
     Attributes:
         examples_apart: whether the answer for some examples is a part of that for all.

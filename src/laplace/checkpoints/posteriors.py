@@ -52,7 +52,7 @@ _YOURS = "yours"  # marks a part that the user's code makes, with its descriptio
 
 
 class Loadable(Protocol):
-    """Can be made from the options in a file, and take over its state."""
+    """Defines what can be made from the options in a file, and take over its state."""
 
     @property
     def runner(self) -> Runner: ...

@@ -45,7 +45,7 @@ INPUTS, VECTORS, NUMBERS = "points/inputs", "points/vectors", "points/numbers"
 
 
 class Kept(Fitted, Protocol):
-    """A posterior with its network and all that predictions depend on."""
+    """Defines a posterior with its network and all that predictions depend on."""
 
     @property
     def softmax_temperature(self) -> float: ...
@@ -273,7 +273,7 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
                 f"the state has your own prior {kind!r}, and states hold no code. Give one of its class: "
                 f"Laplace(..., prior=), or Laplace.load(..., prior=). Known are {', '.join(map(repr, PRIORS))}."
             )
-        return given.from_state(told, layout)
+        return given.restored(told, layout)
     if not isinstance(given, Custom) or given.called != told["called"]:
         raise InputError(
             f"the state has your own prior, from_log_density({told['called']}), and states hold no code. Give the "

@@ -19,7 +19,7 @@ from laplace.spec import refuse_unknown_keywords
 
 @dataclass(frozen=True)
 class DrawnFunctions:
-    """S functions of x, each the network with one draw of its weights. Made by `draw_functions`.
+    """Computes S functions of x, each the network with one draw of its weights. Made by `draw_functions`.
 
     Called with N inputs, it returns the outputs f of every function, (S, N, C): the same functions in every call.
     Gradients flow to the inputs if the posterior has `enable_backprop=True`.

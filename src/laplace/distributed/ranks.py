@@ -132,7 +132,7 @@ class Ranks(Reduce):
                 return [report.value for report in reports]
 
     def ask(self, service: str, key: Any, detail: Any = None) -> Any:
-        """Have all ranks do a service together, and return what it gave this rank.
+        """Ask all ranks to do a service together, and return what it gave this rank.
 
         Every rank must have the service. Its argument is what each rank asked of this key, by rank; None of a rank that
         waits or asks for something else.

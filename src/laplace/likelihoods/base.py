@@ -57,7 +57,7 @@ class Targets:
 
 
 class Likelihood(NamedOptions, Response):
-    """p(y given f) for outputs f of shape (N, C). All formulas are at unit noise unless a sigma is passed.
+    """Defines p(y given f) for outputs f of shape (N, C). All formulas are at unit noise unless a sigma is passed.
 
     Attributes:
         name: The name used in options and messages.

@@ -63,7 +63,7 @@ def from_log_prob(
 
 
 class ByAutograd(Likelihood):
-    """A likelihood that is known by `log_prob` alone: a subclass writes that, and no more.
+    """Makes a likelihood of `log_prob` alone: a subclass writes that, and no more.
 
     Score and Lambda come from autograd; Lambda is minus the second derivative at the label, with its negative
     eigenvalues, if any, set to zero. Two methods are optional: `inverse_link`, whose mean over draws `la(x)` then
@@ -81,7 +81,7 @@ class ByAutograd(Likelihood):
 
     @cached_property
     def links(self) -> Mapping[str, Link]:  # type: ignore[override]
-        """'mc' where it is known what outputs stand for."""
+        """Return 'mc' if it is known what outputs stand for, else nothing."""
         known = type(self).inverse_link is not ByAutograd.inverse_link
         return {"mc": Link(MonteCarlo(self.inverse_link), Covariances)} if known else {}
 
@@ -212,7 +212,7 @@ class ByAutograd(Likelihood):
 
 
 class Custom(ByAutograd):
-    """A likelihood from a function: see `from_log_prob`."""
+    """Makes a likelihood from a function: see `from_log_prob`."""
 
     name = "from_log_prob"
 

@@ -26,7 +26,7 @@ _OUT = ("out_proj.weight", "out_proj.bias")
 
 
 class Attention(Rule):
-    """Linear maps of every call: the in-projections and the out-projection."""
+    """Opens every call into its linear maps: the in-projections and the out-projection."""
 
     name, opens, below = "attention", True, _OUT
 
