@@ -51,7 +51,7 @@ def choice(value: object, valid: Iterable[str], what: str, objects: str = "") ->
 def did_you_mean(word: str, valid: Iterable[str], likeness: float = 0.6) -> str:
     """Return ' Did you mean ...?' with the nearest valid word, or '' if none is near.
 
-    `likeness` is how near a word must be, from 0 to 1, which is the same word.
+    `likeness` says how similar a word must be: 0 for any word, 1 for the same.
     """
     valid = list(valid)
     same = [option for option in valid if option == _SYNONYMS.get(word.lower().replace("-", "_"))]

@@ -324,7 +324,7 @@ class Laplace:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up a name that is not here among the further ones; what a property raised is raised again."""
+        """Look up a name in `FURTHER`. If it is a property of this class that raised, raise its error again."""
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
         if name not in FURTHER:

@@ -52,7 +52,7 @@ class Asked(ABC):
 
     @abstractmethod
     def of_rows(self, y: Tensor) -> Tensor:  # (k, N, C)
-        """Return it where J S J^T is the sum of y_k y_k^T: what a low rank explains."""
+        """Return it for J S J^T = sum of y_k y_k^T, the outputs y_k = J v_k of a low rank S = sum of v_k v_k^T."""
 
     def left(self, prior: Tensor, y: Tensor) -> Tensor:  # y: (k, N, C)
         """Return J diag(1/d) J^T without what y = Y^T J^T explains of it; in float64: they nearly cancel."""
@@ -107,7 +107,7 @@ class _AllExamples(Asked):
 
 @dataclass(frozen=True, eq=False)
 class Times(Asked):
-    """Multiplies the blocks of each example with a vector, without the C x C blocks where that can be had."""
+    """Multiplies the blocks of each example with a vector, without the C x C blocks where that is possible."""
 
     v: Tensor  # (N, C)
 

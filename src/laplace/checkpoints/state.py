@@ -283,7 +283,7 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
 
 
 def kind_of(prior: Prior) -> str:
-    """Return the kind of a prior in files: its name, or that of its class if the class is yours, made from ours."""
+    """Return the kind of a prior in files: its name. A subclass of one of our priors goes by the name of its class."""
     ours = PRIORS.get(prior.name)
     return prior.name if ours in (None, type(prior)) else type(prior).__qualname__
 

@@ -70,7 +70,7 @@ class Ranks(Reduce):
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Begin a call that all ranks make. What one raises before its session, as of an argument, all raise."""
+        """Begin a call that all ranks make. If one raises an error before its session, all raise it."""
         with self._within(name):
             try:
                 yield
