@@ -43,6 +43,25 @@ def test_a_typo_is_refused_with_the_nearest_keyword(name):
         CALLS[name](xyz=1)
 
 
+@pytest.mark.parametrize(
+    ("function", "n_needed", "typo", "nearest"),
+    [
+        (laplace.compare, 1, "val_loder", "val_loader"),
+        (laplace.from_log_prob, 1, "inverse_lnk", "inverse_link"),
+        (laplace.decisions.acquire, 3, "n_sample", "n_samples"),
+        (laplace.decisions.score, 2, "n_sample", "n_samples"),
+        (laplace.decisions.choose, 2, "genertor", "generator"),
+        (laplace.decisions.draw_functions, 1, "generatr", "generator"),
+        (Laplace.log_prob, 2, "normalised", "normalized"),
+        (Laplace.state_dict, 1, "with_dat", "with_data"),
+    ],
+)
+def test_functions_refuse_a_typo_with_the_nearest_keyword(function, n_needed, typo, nearest):
+    with pytest.raises(OptionError, match=rf"has no option '{typo}'\. Did you mean '{nearest}'\?$"):
+        function(*[None] * n_needed, **{typo: 1})
+    assert nearest in inspect.signature(function).parameters
+
+
 def test_training_names_its_own_keywords():
     with pytest.raises(OptionError, match=r"no option 'prior_precision'\. Did you mean 'prior_prec_init'"):
         CALLS["marglik_training"](prior_precision=2.0)

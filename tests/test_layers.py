@@ -7,6 +7,7 @@ needs the shape of something above it says so with a protocol of its own.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +117,17 @@ def test_only_compat_and_its_doors_know_names_of_laplace_torch():
 
 def test_every_room_of_the_list_is_there():
     assert {room(name) for name in modules(PACKAGE)} == LEVEL.keys()
+
+
+def test_the_picture_in_architecture_is_that_of_the_layers():
+    page = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text()
+    picture = page.partition("Lowest first:\n")[2].partition("\n    tests/")[0]
+    lines = [line[4:28] for line in picture.splitlines() if line[:5].strip()]  # the column of names
+    drawn = [name.strip().removesuffix("/") for line in lines for name in line.split(",") if name.strip() != "..."]
+    assert [LEVEL[name] for name in drawn] == sorted(LEVEL[name] for name in drawn)
+    assert LEVEL.keys() - set(drawn) == {"__init__", "lllaplace", "subnetlaplace", "marglik_training"}
+    files = {path.name for folder in (PACKAGE.parent, Path(__file__).parent) for path in folder.rglob("*.py")}
+    assert {name.rpartition("/")[2] for name in re.findall(r"[\w/]+\.py", page)} - files == set()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from laplace import Laplace, likelihoods, priors, structures, weights
+from laplace import Laplace, curvature, likelihoods, priors, structures, weights
+from laplace.checks import NamedOptions
 from laplace.curvature import GGN, MC, Sketch
 from laplace.errors import ArgumentError, CheckpointError, InputError, OptionError, UnsupportedError
 from laplace.priors import CorrelatedGaussian, GaussianPrior, SmoothedLaplace, StudentT, from_log_density
@@ -39,6 +40,19 @@ def test_a_typo_in_an_option_of_an_object_is_refused_with_the_nearest_one(part):
     wrong, right = TYPOS[part]
     with pytest.raises(ArgumentError, match=rf"^{part.__name__} has no option '{wrong}'\. Did you mean '{right}'\?$"):
         part(**{wrong: 1})
+
+
+ROOMS = (structures, likelihoods, weights, curvature, priors)
+PARTS = [getattr(room, name) for room in ROOMS for name in room.__all__ if isinstance(getattr(room, name), type)]
+OPTIONS = [
+    (part, name) for part in PARTS if issubclass(part, NamedOptions) for name in inspect.signature(part).parameters
+]
+
+
+@pytest.mark.parametrize(("part", "name"), OPTIONS, ids=lambda value: getattr(value, "__name__", value))
+def test_every_option_of_every_part_is_the_nearest_to_itself_with_a_letter_too_many(part, name):
+    with pytest.raises(ArgumentError, match=rf"has no option '{name}q'\. Did you mean '{name}'\?$"):
+        part(**{f"{name}q": 1})
 
 
 def test_a_part_without_options_refuses_every_keyword():
@@ -135,12 +149,18 @@ class Sharper(likelihoods.Categorical):
         return 2 * super().log_prob(f, y)
 
 
-def test_a_likelihood_made_from_one_of_ours_is_not_loaded_as_that_one(tmp_path):
+class Namesake(Sharper):
+    name = "classification"
+
+
+@pytest.mark.parametrize("kind", [Sharper, Namesake])
+def test_a_likelihood_made_from_one_of_ours_is_not_loaded_as_that_one(kind, tmp_path):
     model, x, y = make("mlp", "classification")
-    Laplace(model, Sharper()).fit(cut(x, y, 8)).save(tmp_path / "posterior")
-    with pytest.raises(CheckpointError, match="a likelihood of your own class"):
+    Laplace(model, kind()).fit(cut(x, y, 8)).save(tmp_path / "posterior")
+    words = "a likelihood of your own class" if kind is Namesake else "has the likelihood 'Sharper'"
+    with pytest.raises(CheckpointError, match=words):
         Laplace.load(tmp_path / "posterior", model, likelihood="classification")
-    assert type(Laplace.load(tmp_path / "posterior", model, likelihood=Sharper()).likelihood) is Sharper
+    assert type(Laplace.load(tmp_path / "posterior", model, likelihood=kind()).likelihood) is kind
 
 
 def test_misspelt_words_name_the_nearest():

@@ -6,16 +6,19 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from laplace.errors import ArgumentError, OptionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MANY: Final = 2**31 - 1  # upper limit for anything that is drawn, run or stored
 LARGEST: Final = 2**63 - 1  # upper limit for counters and seeds
@@ -48,7 +51,7 @@ def choice(value: object, valid: Iterable[str], what: str, objects: str = "") ->
 def did_you_mean(word: str, valid: Iterable[str], likeness: float = 0.6) -> str:
     """Return ' Did you mean ...?' with the nearest valid word, or '' if none is near.
 
-    `likeness` is how near a word must be, from 0 to 1, which is the same word.
+    `likeness` says how similar a word must be: 0 for any word, 1 for the same.
     """
     valid = list(valid)
     same = [option for option in valid if option == _SYNONYMS.get(word.lower().replace("-", "_"))]
@@ -148,23 +151,39 @@ class NamedOptions:
         __signature__ = _Signature()
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            if kwargs and (known := _keywords_of(cls.__init__)) is not None:
-                for name in kwargs:
-                    if name not in known:
-                        hint = did_you_mean(name, known) or f" See help({cls.__name__})."
-                        raise ArgumentError(f"{cls.__name__} has no option {name!r}.{hint}")
+            _refuse_unknown(kwargs, cls.__init__, cls.__name__)
             return super().__new__(cls)
+
+
+def named_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function refuse an unknown keyword likewise."""
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        _refuse_unknown(kwargs, function, function.__name__)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _refuse_unknown(kwargs: Mapping[str, Any], function: Any, called: str) -> None:
+    if kwargs and (known := _keywords_of(function)) is not None:
+        for name in kwargs:
+            if name not in known:
+                hint = did_you_mean(name, known) or f" See help({called})."
+                raise ArgumentError(f"{called} has no option {name!r}.{hint}")
 
 
 @cache
 def _keywords_of(function: Any) -> list[str] | None:
-    """Return the keywords that a constructor takes. None if it takes any."""
+    """Return the keywords that a function or a constructor takes. None if it takes any."""
     if function is object.__init__:
         return []
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return named[1:] if function.__name__ == "__init__" else named
 
 
 def options_of(part: Any) -> dict[str, Any]:

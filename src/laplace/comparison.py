@@ -24,6 +24,7 @@ from laplace.likelihoods import Likelihood, Targets
 from laplace.linalg.autocast import plain
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
+from laplace.spec import refuse_unknown_keywords
 from laplace.tuning.loo import LeaveOneOut, sample_size
 from laplace.tuning.problem import how_scored, validation_of
 from laplace.tuning.scores import Predicted
@@ -135,6 +136,7 @@ class Comparison:
         return f"({text})" if column in self.refused else text
 
 
+@refuse_unknown_keywords
 @torch.no_grad()
 def compare(
     posteriors: Sequence[Laplace],

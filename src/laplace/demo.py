@@ -34,7 +34,7 @@ SIGMA = 0.1
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run; the defaults are those of the command line."""
+    """Holds the settings of a run; the defaults are those of the command line."""
 
     seed: int = 0
     noise: float = 0.5
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Digits:
-    """8x8 images of the digits 0 to 7 in three parts, and separately those of 8 and 9."""
+    """Holds 8x8 images of the digits 0 to 7 in three parts, and separately those of 8 and 9."""
 
     x_train: Tensor  # (N, 1, 8, 8)
     y_train: Tensor  # (N,)

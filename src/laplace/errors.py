@@ -33,47 +33,47 @@ _SLOW = "There is a performance drop"
 
 
 class LaplaceError(Exception):
-    """Base of every exception that this library raises on purpose."""
+    """Is the base of every exception that this library raises on purpose."""
 
 
 class OptionError(LaplaceError, ValueError):
-    """An option is unknown, or its value is out of range."""
+    """Raised if an option is unknown, or its value is out of range."""
 
 
 class ArgumentError(OptionError, TypeError):
-    """A call lacks a required argument, or has an unknown one."""
+    """Raised if a call lacks a required argument, or has an unknown one."""
 
 
 class UnknownNameError(OptionError, KeyError):
-    """A module or parameter that an option names is not in the network."""
+    """Raised if a module or parameter that an option names is not in the network."""
 
     __str__ = Exception.__str__  # KeyError's own would quote the message
 
 
 class UnknownAttributeError(OptionError, AttributeError):
-    """An attribute that is set does not exist, and one with nearly the same name does."""
+    """Raised if an attribute that is set does not exist, and one with nearly the same name does."""
 
 
 class InputError(LaplaceError, ValueError):
-    """Data does not fit: wrong shapes or dtypes, labels out of range, NaN."""
+    """Raised if data does not fit: wrong shapes or dtypes, labels out of range, NaN."""
 
 
 class MissingKeyError(InputError, KeyError):
-    """A batch that is a mapping lacks a key."""
+    """Raised if a batch that is a mapping lacks a key."""
 
     __str__ = Exception.__str__
 
 
 class CheckpointError(InputError):
-    """A file is damaged, not ours, or belongs to another network, other data or other options."""
+    """Raised if a file is damaged, not ours, or belongs to another network, other data or other options."""
 
 
 class NotFittedError(LaplaceError, RuntimeError, AttributeError):
-    """A call needs a fitted posterior, and `fit` was not called yet. Until then, hasattr(la, 'mean') is False."""
+    """Raised if a call needs a fitted posterior before `fit`. Until then, hasattr(la, 'mean') is False."""
 
 
 class UnsupportedError(LaplaceError, NotImplementedError, ValueError):
-    """A combination is not supported. The message names one that is."""
+    """Raised if a combination is not supported. The message names one that is."""
 
 
 class UnreadableError(UnsupportedError, AttributeError):
@@ -81,39 +81,39 @@ class UnreadableError(UnsupportedError, AttributeError):
 
 
 class ModelError(LaplaceError, RuntimeError):
-    """A network cannot be treated as asked. The message names the layer."""
+    """Raised if a network cannot be treated as asked. The message names the layer."""
 
 
 class FormChangedError(ModelError):
-    """A later batch uses a weight in another way than the first batch, and the data cannot be read again."""
+    """Raised if a later batch uses a weight in another way than the first, and the data cannot be read again."""
 
 
 class NumericalError(LaplaceError, ArithmeticError):
-    """A matrix or a score is unusable: not positive definite, NaN, or infinite."""
+    """Raised if a matrix or a score is unusable: not positive definite, NaN, or infinite."""
 
 
 class MemoryBudgetError(LaplaceError, MemoryError):
-    """A result would not fit into memory. The message says how many bytes it needs, and what would fit."""
+    """Raised if a result would not fit into memory. The message says how many bytes it needs, and what would fit."""
 
 
 class RankError(LaplaceError, RuntimeError):
-    """Another process of the group has failed, or cannot be reached. The message names its rank and its error."""
+    """Raised if another process of the group failed, or cannot be reached. The message has its rank and its error."""
 
 
 class LaplaceWarning(UserWarning):
-    """Base of our warnings: we chose something for you, or something is not as you may expect."""
+    """Is the base of our warnings: we chose something for you, or something is not as you may expect."""
 
 
 class BoundaryWarning(LaplaceWarning):
-    """An optimum lies at the edge of its search range."""
+    """Warns that an optimum lies at the edge of its search range."""
 
 
 class ProcessesWarning(LaplaceWarning):
-    """One of several processes fits its posterior only to the data that it reads itself."""
+    """Warns that one of several processes fits its posterior only to the data that it reads itself."""
 
 
 class StaleWarning(LaplaceWarning):
-    """A network's weights have changed since its posterior was fitted."""
+    """Warns that a network's weights have changed since its posterior was fitted."""
 
 
 _NUMBERED = (InputError, MissingKeyError, ModelError, NumericalError)

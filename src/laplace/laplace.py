@@ -50,7 +50,7 @@ FURTHER: dict[str, Any] = {}  # descriptors of names for other libraries' script
 
 
 class Laplace:
-    """A Laplace approximation of a trained network: N(mean, (s H + prior precision)^-1) over some of its weights.
+    """Approximates the posterior over some weights of a trained network by N(mean, (s H + prior precision)^-1).
 
     Nothing is computed before `fit`. Unknown options, and options that do not go together, are refused here. Each
     option can be read under its own name, with a value that this constructor accepts. Parts are given by name with
@@ -324,7 +324,7 @@ class Laplace:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up a name that is not here among the further ones; what a property raised is raised again."""
+        """Look up a name in `FURTHER`. If it is a property of this class that raised, raise its error again."""
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
         if name not in FURTHER:

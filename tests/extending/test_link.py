@@ -25,6 +25,8 @@ def test_a_link_predicts_tunes_saves_and_loads(tmp_path):
     x, y = torch.randn(20, 3).double(), torch.randint(2, (20,))
     la = Laplace(model, Mine(), "all", "diag").fit([(x, y)])
     usual = Laplace(model, "classification", "all", "diag").fit([(x, y)])
+    assert "Mine" in repr(la)
+    assert len(la.coverage()) == 4
     variance = torch.stack([la.predict(x).outputs.variance])[0]
     torch.testing.assert_close(la(x, link_approx="tempered"), tempered(model(x).detach(), variance))
     link = Link.of_variances(tempered)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from laplace import Laplace
-from laplace.errors import CheckpointError, OptionError
+from laplace.errors import CheckpointError, InputError, OptionError
+from laplace.priors import Independent, StudentT
 from laplace.structures import Diag, Full, Kron
 from laplace.weights import Choice, Layout, Selection
 
@@ -106,3 +109,29 @@ def test_a_state_without_forms_is_still_checked(model):
     for key, value in {"sums/0.bias/mine": torch.ones(4).double(), "sums/nobody/mine": torch.ones(5).double()}.items():
         with pytest.raises(Exception, match=r"the state is damaged|one number per weight"):
             Laplace(model, "classification", "all", Mine()).load_state_dict({**state, key: value})
+
+
+class Cauchy(Independent):
+    name = "cauchy"
+
+    def __init__(self, width=1.0):  # without the argument `mean`
+        super().__init__({"width": width}, 0.5)
+
+    def log_each(self, u, width):
+        return -(math.pi * width * (1 + (u / width) ** 2)).log()
+
+    def bend_each(self, u, width):
+        return 2 * (width**2 - u**2) / (width**2 + u**2) ** 2
+
+
+def test_a_file_with_a_prior_of_ones_own_asks_for_that_prior(model, tmp_path):
+    la = saved(model, tmp_path / "mine", prior=Cauchy(2.0))
+    with pytest.raises(InputError, match=r"your own prior 'cauchy'.*Laplace.load"):
+        Laplace.load(tmp_path / "mine", model)
+    with pytest.raises(CheckpointError, match="'cauchy', but prior= is StudentT"):
+        Laplace.load(tmp_path / "mine", model, prior=StudentT())
+    assert la.tune(method="evidence").converged  # all hyperparameters, whatever their names
+    la.save(tmp_path / "mine")
+    again = Laplace.load(tmp_path / "mine", model, prior=Cauchy())
+    assert float(again.prior.hyperparameters["width"]) == float(la.prior.hyperparameters["width"]) != 2
+    assert torch.equal(again(X), la(X))

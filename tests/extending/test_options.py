@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace import Laplace
+from laplace import Categorical, Laplace
 from laplace.errors import CheckpointError, InputError, LaplaceError, OptionError, UnsupportedError
 from laplace.likelihoods import ByAutograd, from_log_prob
 from laplace.structures import BlockDiagonal, DiagBlock
@@ -47,6 +47,30 @@ def test_a_likelihoods_options_are_printed_and_compared(made, tmp_path):
         Laplace.load(tmp_path / "mine", model, likelihood=made(9.0))
     with pytest.raises(LaplaceError, match=r"r=3.0.*r=9.0"):
         la + Laplace(model, made(9.0)).fit([(x, y)])
+
+
+def test_a_subclass_of_a_likelihood_goes_by_its_own_name(tmp_path):
+    class Doubled(Categorical):
+        def log_prob(self, f, y, sigma=1.0):
+            return 2 * super().log_prob(f, y)
+
+    model, x, y = nn.Linear(3, 2), torch.randn(9, 3), torch.arange(9) % 2
+    la, usual = (Laplace(model, likelihood).fit([(x, y)]) for likelihood in (Doubled(), Categorical()))
+    assert "likelihood  Doubled" in repr(la)
+    with pytest.raises(LaplaceError, match="Doubled and classification"):
+        la + usual
+    la.save(tmp_path / "mine")
+    usual.save(tmp_path / "usual")
+    with pytest.raises(CheckpointError, match="your own likelihood, 'Doubled'"):
+        Laplace.load(tmp_path / "mine", model)
+    for path, likelihood in (("mine", Categorical()), ("usual", Doubled())):
+        with pytest.raises(CheckpointError, match="Pass the likelihood that it was fitted with"):
+            Laplace.load(tmp_path / path, model, likelihood=likelihood)
+    again = Laplace.load(tmp_path / "mine", model, likelihood=Doubled())
+    assert torch.equal(again.log_marginal_likelihood(), la.log_marginal_likelihood())
+    again.load_state_dict(la.state_dict() | {"likelihood": "classification"})  # as earlier states have it
+    with pytest.raises(LaplaceError, match=r"Doubled.*Make it with the same options"):
+        Laplace(model, Categorical()).load_state_dict(la.state_dict())
 
 
 def test_a_subset_names_its_options_likewise():

@@ -16,7 +16,7 @@ _SMALL = 2**15  # numbers up to which float64 costs no more than asking whether 
 
 
 class Activations(ABC):
-    """Inputs a[n, gr, i, t] of a layer, read for some examples at a time."""
+    """Reads the inputs a[n, gr, i, t] of a layer for some examples at a time."""
 
     shape: tuple[int, int, int, int]  # (N, Gr, I, T)
     nbytes: int  # that they occupy while they are kept
@@ -47,7 +47,7 @@ class Activations(ABC):
 
 
 class Stored(Activations):
-    """Activations that are already in memory."""
+    """Holds activations that are already in memory."""
 
     def __init__(self, a: Tensor) -> None:  # (N, Gr, I, T)
         n, groups, i, t = a.shape
@@ -67,7 +67,7 @@ class Stored(Activations):
 
 
 class Ones(Activations):
-    """A constant input 1, that of a bias."""
+    """Stands for a constant input 1, that of a bias."""
 
     nbytes = 0
 

@@ -22,7 +22,7 @@ from laplace.backprop.gradients import Jacobian, JacobianOf
 
 
 class Weights(Protocol):
-    """A Gaussian over all weights there are."""
+    """Defines what is asked of a Gaussian over all weights there are."""
 
     def variance(self, jacobian: Jacobian) -> Tensor: ...
 
@@ -34,7 +34,7 @@ class Weights(Protocol):
 
 
 class Asked(ABC):
-    """A part of J S J^T.
+    """Names a part of J S J^T.
 
     Attributes:
         examples_apart: whether the answer for some examples is a part of that for all.
@@ -52,7 +52,7 @@ class Asked(ABC):
 
     @abstractmethod
     def of_rows(self, y: Tensor) -> Tensor:  # (k, N, C)
-        """Return it where J S J^T is the sum of y_k y_k^T: what a low rank explains."""
+        """Return it for J S J^T = sum of y_k y_k^T, the outputs y_k = J v_k of a low rank S = sum of v_k v_k^T."""
 
     def left(self, prior: Tensor, y: Tensor) -> Tensor:  # y: (k, N, C)
         """Return J diag(1/d) J^T without what y = Y^T J^T explains of it; in float64: they nearly cancel."""
@@ -107,7 +107,7 @@ class _AllExamples(Asked):
 
 @dataclass(frozen=True, eq=False)
 class Times(Asked):
-    """Multiplies the blocks of each example with a vector, without the C x C blocks where that can be had."""
+    """Multiplies the blocks of each example with a vector, without the C x C blocks where that is possible."""
 
     v: Tensor  # (N, C)
 

@@ -21,7 +21,7 @@ from laplace.predictive.positions import Positions
 
 
 class Vectors(Protocol):
-    """K vectors of output space for each example, with rows for all positions. Made on demand, in slices."""
+    """Makes K vectors of output space for each example, with rows for all positions, on demand and in slices."""
 
     def __len__(self) -> int: ...
 
@@ -30,7 +30,7 @@ class Vectors(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of a batch count. S is the number of positions at which some example has a row that counts."""
+    """Says which rows of a batch count. S is the number of positions at which some example has a row that counts."""
 
     positions: Positions
     kept: Tensor | None = None  # (M,), indices into the N * T rows; None for all
@@ -97,7 +97,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Vectors of all positions, (K, N * T, C), split by position: S * K vectors, each nonzero at one position only."""
+    """Splits vectors of all positions, (K, N * T, C), by position: S * K vectors, each nonzero at one position only."""
 
     root: Tensor
     rows: Rows
@@ -115,7 +115,7 @@ class OneByOne:
 
 
 class RowsJacobian:
-    """A Jacobian of rows, computed from that of all outputs at each example's S used positions, K = S * C."""
+    """Computes a Jacobian of rows from that of all outputs at each example's S used positions, K = S * C."""
 
     def __init__(self, whole: NetworkJacobian, rows: Rows, jacobian_of: Callable[[list[Use]], NetworkJacobian]) -> None:
         self.whole, self.rows, self._jacobian_of = whole, rows, jacobian_of
@@ -151,7 +151,7 @@ class RowsJacobian:
 
 @dataclass(frozen=True)
 class RowsJacobianOf:
-    """One parameter's Jacobian of rows."""
+    """Computes one parameter's Jacobian of rows."""
 
     use: Use
     rows: Rows

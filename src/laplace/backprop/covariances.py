@@ -12,7 +12,7 @@ from laplace.linalg.symmetric import gram
 
 
 class Basis:
-    """Orthonormal bases Q (columns), one per group, that cache their elementwise square.
+    """Holds orthonormal bases Q (columns), one per group, and caches their elementwise square.
 
     Args:
         vectors: Q, (groups, D, D).
@@ -60,7 +60,7 @@ class Basis:
 
 
 class ReflectedBasis(Basis):
-    """An orthonormal basis Q = I - V T V^T of D dimensions, of which the first R vectors matter, in D R numbers.
+    """Holds an orthonormal basis Q = I - V T V^T of D dimensions, whose first R vectors matter, in D R numbers.
 
     Args:
         v: V, (groups, D, R).
@@ -115,7 +115,7 @@ def rotate_left(x: Tensor, basis: Basis | None) -> Tensor:  # (..., Gr, D, R) ->
 
 
 class KroneckerCovariance:
-    """A covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T of one tensor's weights.
+    """Holds a covariance (Q_B (x) Q_A) diag(R) (Q_B (x) Q_A)^T of one tensor's weights.
 
     Args:
         variances: R, (groups, O, I).
@@ -153,7 +153,7 @@ class KroneckerCovariance:
 
 
 class RowCovariance(KroneckerCovariance):
-    """A covariance of one tensor's weights in which its rows are independent: R_o R_o^T for the weights of row o.
+    """Holds a covariance of one tensor's weights in which its rows are independent: R_o R_o^T for those of row o.
 
     A row is an entry of the tensor's first dimension, as of an output unit. Nothing of size p x p is made.
 
@@ -168,7 +168,7 @@ class RowCovariance(KroneckerCovariance):
 
 
 class Covariance:
-    """A covariance S = R R^T of all weights.
+    """Holds a covariance S = R R^T of all weights.
 
     Gradients are multiplied by R and then squared, so that nothing cancels. Multiplying by S directly would lose the
     small variance of a well determined direction in float32, because S also has the prior's large variances.

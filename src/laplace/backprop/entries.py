@@ -29,7 +29,7 @@ def at(use: Use, index: Tensor) -> Use:  # (p',)
 
 @dataclass
 class Picked(Use):
-    """Some weights of a use that offers no shortcut to them."""
+    """Picks some weights of a use that offers no shortcut to them."""
 
     use: Use
     index: Tensor  # (p',)
@@ -64,7 +64,7 @@ class Picked(Use):
 
 @dataclass
 class Entries(Use):
-    """Some entries of sum_t g a^T, each at a row (an output) and a column (an input feature). Nothing else is computed.
+    """Computes some entries of sum_t g a^T, each at a row (an output) and a column (an input feature), and no others.
 
     If they are most of the rows and columns that they touch, one product of these is cheaper than many short sums.
     """

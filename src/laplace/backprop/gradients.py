@@ -53,7 +53,7 @@ def is_absent(moments: MomentsOf) -> bool:
 
 
 class MomentsOf(Protocol):
-    """Second moments of one parameter's gradients, summed over the batch's examples and vectors."""
+    """Defines second moments of one parameter's gradients, summed over the batch's examples and vectors."""
 
     def inputs(self) -> tuple[Tensor, float | Tensor]:
         """Return the sum of a a^T, (Gr, I, I), or its diagonal, (Gr, I), and the number of a.
@@ -150,7 +150,7 @@ class MomentsOf(Protocol):
 
 
 class Moments(Protocol):
-    """Second moments of all tracked parameters' gradients."""
+    """Defines second moments of all tracked parameters' gradients."""
 
     @property
     def held(self) -> int:
@@ -187,7 +187,7 @@ class Moments(Protocol):
 
 
 class JacobianOf(Protocol):
-    """One parameter's Jacobian J[n, c, (o, i)]. S is the covariance of its weights, a `KroneckerCovariance`."""
+    """Defines one parameter's Jacobian J[n, c, (o, i)]. S is a `KroneckerCovariance` of its weights."""
 
     def variance(self, spread: KroneckerCovariance) -> Tensor:
         """Return diag(J S J^T), (N, C)."""
@@ -227,7 +227,7 @@ class JacobianOf(Protocol):
 
 
 class Jacobian(Protocol):
-    """A Jacobian of the outputs in all tracked parameters."""
+    """Defines a Jacobian of the outputs in all tracked parameters."""
 
     @property
     def parameters(self) -> Sequence[JacobianOf]:
@@ -292,7 +292,7 @@ class Engine(Protocol):
 
 
 class Forward(Protocol):
-    """One run of the network on a batch: its outputs, and what can be sent back from them."""
+    """Defines one run of the network on a batch: its outputs, and what can be sent back from them."""
 
     @property
     def outputs(self) -> Tensor:

@@ -26,7 +26,7 @@ _FORMS = frozenset(
 
 
 class Leaves:
-    """Graph nodes of a network's uncertain parameters."""
+    """Finds the graph nodes of a network's uncertain parameters."""
 
     def __init__(self, network: nn.Module) -> None:
         tracked = {name: p for name, p in network.named_parameters() if p.requires_grad}

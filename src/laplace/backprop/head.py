@@ -152,7 +152,7 @@ class Head:
 
 
 class _Recorded(nn.Linear):
-    """A linear layer of a replica that records its calls."""
+    """Records the calls of a replica's linear layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         output = nn.functional.linear(input, self.weight, self.bias)
@@ -175,7 +175,7 @@ def _capture(
 
 @dataclass(frozen=True)
 class HeadForward:
-    """One run: outputs f = W phi + b."""
+    """Holds one run: outputs f = W phi + b."""
 
     outputs: Tensor  # (N, C), or a row for each position that counts
     features: Tensor  # (N, H)

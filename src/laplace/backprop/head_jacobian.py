@@ -19,7 +19,7 @@ _CHUNK = 2**24  # most elements of an intermediate tensor
 
 @dataclass(frozen=True)
 class HeadJacobian:
-    """A Jacobian of the last layer's outputs in all its own weights."""
+    """Computes with the Jacobian of the last layer's outputs in all its own weights."""
 
     features: Sequence[Tensor]
     n: int
@@ -131,7 +131,7 @@ class HeadJacobian:
 
 @dataclass(frozen=True)
 class HeadJacobianOf:
-    """One tensor's Jacobian: J[n, c, (o, i)] = [c = o] phi[n, i]; of contrasts, ([c = o] - 1/C) phi[n, i]."""
+    """Holds one tensor's Jacobian: J[n, c, (o, i)] = [c = o] phi[n, i]; of contrasts, ([c = o] - 1/C) phi[n, i]."""
 
     features: Tensor  # (N, I), or (1, I) if it is the same for all examples
     n: int

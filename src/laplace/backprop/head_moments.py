@@ -22,7 +22,7 @@ _ROWS = 2**24  # most numbers in the rows u (x) phi that are written out at a ti
 
 @dataclass(frozen=True)
 class HeadMoments:
-    """Second moments of G = v phi^T in closed form."""
+    """Computes second moments of G = v phi^T in closed form."""
 
     features: Sequence[Tensor]
     curvature: OutputCurvature
@@ -140,7 +140,7 @@ class HeadMoments:
 
 @dataclass(frozen=True)
 class HeadMomentsOf(Sketchable):
-    """Second moments of one tensor of the last layer."""
+    """Computes second moments of one tensor of the last layer."""
 
     features: Tensor  # (N, I)
     curvature: OutputCurvature

@@ -22,7 +22,7 @@ LIMIT = 10_000  # most weights for which all of it, or its diagonal, is computed
 
 
 class HessianMoments:
-    """A Hessian of one batch's loss, in the role that second moments of gradients have elsewhere."""
+    """Holds a Hessian of one batch's loss, in the role that second moments of gradients have elsewhere."""
 
     held = 2**62
 
@@ -74,7 +74,7 @@ class HessianMoments:
 
 
 class HessianOf:
-    """One parameter's block of the Hessian."""
+    """Holds one parameter's block of the Hessian."""
 
     form, first, positions = "dense", True, 1
 

@@ -24,7 +24,7 @@ from laplace.network.pieces import whole
 
 @dataclass(frozen=True)
 class LastCall:
-    """A call of a linear layer that returned the network's output."""
+    """Records a call of a linear layer that returned the network's output."""
 
     call: Recorded
     layer: nn.Linear

@@ -21,7 +21,7 @@ from laplace.linalg.symmetric import NARROW
 
 @dataclass
 class Lookup(Use):
-    """Positions f that each add some rows of the table, each row with a share. The share of padding is zero."""
+    """Adds, at each position f, some rows of the table, each with a share. The share of padding is zero."""
 
     ids: Tensor  # (N, F, T)
     share: Tensor  # (N, F, T)

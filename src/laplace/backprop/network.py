@@ -203,7 +203,7 @@ class Network:
 
 
 class NetworkForward:
-    """One run with its graph, through which everything is sent back."""
+    """Holds one run with its graph, through which everything is sent back."""
 
     held = 2**62  # a batch's graph is not kept for later
 
@@ -432,7 +432,7 @@ class NetworkForward:
 
 
 class NetworkMoments:
-    """Second moments of all parameters, for some vectors."""
+    """Computes second moments of all parameters, for some vectors."""
 
     held = 2**62  # a batch's graph and gradients are not kept for later
 

@@ -26,7 +26,7 @@ _WIDE = 256  # outputs above which the g of few rows are collected, because thei
 
 @dataclass
 class Outer(Use):
-    """A sum over t of g a^T, in groups. `reduce` combines positions before the Kronecker factors are formed."""
+    """Sums g a^T over t, in groups. `reduce` combines positions before the Kronecker factors are formed."""
 
     a: Activations
     g: Tensor  # (K, N, Gr, O, T)

@@ -29,7 +29,7 @@ MANY = 32  # examples without strays, from which on the number of examples no lo
 
 @dataclass
 class Owner:
-    """A module with a rule, and the parameters that it explains: names inside it -> names in the layout."""
+    """Names a module with a rule, and the parameters that it explains: names inside it -> names in the layout."""
 
     rule: Rule
     keys: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Owner:
 
 
 class RuleFailed(ModelError):
-    """A rule that fails on a call of its module."""
+    """Raised if a rule fails on a call of its module."""
 
     def __init__(self, owner: Owner, error: Exception) -> None:
         self.names = list(owner.keys.values())
@@ -51,7 +51,7 @@ class RuleFailed(ModelError):
 
 @dataclass
 class Learned:
-    """Facts about a network from the batches so far. They only grow, so that making plans comes to an end."""
+    """Holds facts about a network from the batches so far. They only grow, so that making plans comes to an end."""
 
     called: set[str] = field(default_factory=lambda: {""})  # modules
     repeated: set[str] = field(default_factory=set)  # modules whose output is computed once for the whole batch
@@ -99,7 +99,7 @@ class Learned:
 
 @dataclass
 class Plan:
-    """All rules of a network, by module."""
+    """Holds all rules of a network, by module."""
 
     owners: dict[str, Owner]
     learned: Learned = field(default_factory=Learned)

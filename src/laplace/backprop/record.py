@@ -24,7 +24,7 @@ _KEPT = 2**22  # numbers of all layers together that are kept for the next vecto
 
 @dataclass(frozen=True)
 class Recorded:
-    """One call of a module."""
+    """Holds one call of a module."""
 
     name: str
     module: nn.Module
@@ -49,7 +49,7 @@ class Recorded:
 
 
 class NotSeen(ModelError):
-    """Modules whose inner calculation cannot be recorded as planned. A module above explains their parameters."""
+    """Raised if modules' inner calculation cannot be recorded as planned. A module above explains their parameters."""
 
     def __init__(self, paths: Collection[str]) -> None:
         self.paths = set(paths)
@@ -57,7 +57,7 @@ class NotSeen(ModelError):
 
 
 class Recorder:
-    """Hooks on some modules of a replica, which record while `active`. Opened modules record their inner maps."""
+    """Hooks some modules of a replica, and records while `active`. Opened modules record their inner maps."""
 
     def __init__(
         self,

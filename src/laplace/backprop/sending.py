@@ -51,7 +51,7 @@ def sent_back(
 
 
 class _Root(torch.autograd.Function):
-    """A number whose gradient in f is whatever `handed` holds at the time of the backward pass."""
+    """Makes a number whose gradient in f is whatever `handed` holds at the time of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, f: Tensor, handed: list[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from laplace.linalg.symmetric import total
 
 @dataclass
 class Stacked(Use):
-    """Outer products of one group each, one for each part of the tensor's rows."""
+    """Stacks outer products of one group each, one for each part of the tensor's rows."""
 
     outers: list[Outer]
     form = "kron"

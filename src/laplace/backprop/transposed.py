@@ -14,7 +14,7 @@ from laplace.backprop.uses import EVERY, Use
 
 @dataclass
 class Transposed(Use):
-    """A use that asks its outer product, and transposes questions and answers."""
+    """Answers from a use with rows and columns swapped: it transposes questions and answers."""
 
     outer: Outer
     form, inputs_left = "kron", True

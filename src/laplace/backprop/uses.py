@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", bound="Use")
 
 
 class Use(Sketchable, ABC):
-    """One parameter's gradients for K vectors and N examples."""
+    """Holds one parameter's gradients for K vectors and N examples."""
 
     form: str
     g: Tensor  # (K, N, ...)
@@ -201,7 +201,7 @@ class Use(Sketchable, ABC):
 
 
 class NetworkJacobian:
-    """A Jacobian in some parameters, written out only for a dense covariance, in chunks of examples."""
+    """Computes with a Jacobian in some parameters, written out only for a dense covariance, in chunks of examples."""
 
     def __init__(self, parameters: Sequence[Any], parts: Callable[[], Iterator[slice]]) -> None:
         self.parameters = parameters  # `Use` or `HeadJacobianOf`
@@ -244,7 +244,7 @@ class NetworkJacobian:
 
 @dataclass
 class DenseUse(Use):
-    """Gradients without a Kronecker form."""
+    """Holds gradients without a Kronecker form."""
 
     g: Tensor  # (K, N, p)
     form = "dense"
@@ -276,7 +276,7 @@ class NoUse(DenseUse):
 
 @dataclass
 class SumUse(Use):
-    """Several uses of one parameter, whose gradients add up."""
+    """Adds several uses of one parameter."""
 
     uses: list[Use]
     form = "dense"

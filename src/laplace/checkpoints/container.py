@@ -135,7 +135,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the tensor in memory that it shares with no other."""
+    """Return the tensor, copied if it is a part of a larger one, whose memory would be written with it."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

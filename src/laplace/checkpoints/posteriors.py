@@ -52,7 +52,7 @@ _YOURS = "yours"  # marks a part that the user's code makes, with its descriptio
 
 
 class Loadable(Protocol):
-    """Can be made from the options in a file, and take over its state."""
+    """Defines what can be made from the options in a file, and take over its state."""
 
     @property
     def runner(self) -> Runner: ...
@@ -380,7 +380,8 @@ def _likelihood(told: Mapping[str, Any], given: Likelihood | str | None, path: A
             return _made(told.get("kind", told["name"]), told.get("options", {}), path)
         raise _missing(path, "likelihood", told["name"], "likelihood=")
     made = likelihood_named(given)
-    if (name := made.described) != told["name"]:
+    name = made.described
+    if name != told["name"] and (told["ours"] or not made.answers_to(told["name"])):
         raise CheckpointError(
             f"{str(path)!r} has the likelihood {told['name']!r}; likelihood= is {name!r}. Pass the likelihood that it "
             "was fitted with."

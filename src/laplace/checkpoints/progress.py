@@ -104,7 +104,7 @@ class Progress:
     def unread(self, batches: Iterable[Batch], run: Callable[[Inputs], Any]) -> Iterator[Batch]:
         """Yield the batches that are not in the sums.
 
-        Of the others only the first is run, because a fit learns about the network from its first batch.
+        Of the batches that are in the sums, only the first is run: a fit learns about the network from it.
         """
         skipped = 0
         for batch in batches:

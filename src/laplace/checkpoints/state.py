@@ -27,7 +27,7 @@ from laplace.posterior.task_prior import CurvedPrior, Earlier
 from laplace.priors import PRIORS, Prior
 from laplace.priors.custom import Custom
 from laplace.priors.gaussian import GaussianPrior
-from laplace.spec import Spec
+from laplace.spec import Spec, refuse_unknown_keywords
 from laplace.structures import Sums
 from laplace.structures.functional.points import Points
 from laplace.structures.spread import Owners, SpreadGaussian
@@ -45,13 +45,14 @@ INPUTS, VECTORS, NUMBERS = "points/inputs", "points/vectors", "points/numbers"
 
 
 class Kept(Fitted, Protocol):
-    """A posterior with its network and all that predictions depend on."""
+    """Defines a posterior with its network and all that predictions depend on."""
 
     @property
     def softmax_temperature(self) -> float: ...
 
 
-def state_dict(la: Kept, with_data: bool = False) -> dict[str, Any]:
+@refuse_unknown_keywords
+def state_dict(la: Kept, /, with_data: bool = False) -> dict[str, Any]:
     """Return everything of a fitted posterior as tensors, numbers and strings: no code, and no training data.
 
     Args:
@@ -214,10 +215,9 @@ def _require_options(spec: Spec, state: Mapping[str, Any]) -> None:
         raise InputError(f"this is not the state of a Laplace posterior: {', '.join(missing)} missing.")
     chosen = spec.curvature is None and state["curvature"] in ("ggn", "sketch")  # a fit may choose either by itself
     for key, here in spec.described(state["curvature"] if chosen else spec.estimator.name).items():
-        if state.get(key, here) != here:
-            raise InputError(
-                f"the state has {key}={state[key]!r}, this object has {here!r}. Make it with the same options."
-            )
+        told = state.get(key, here)
+        if told != here and not (key == "likelihood" and spec.likelihood.answers_to(told)):
+            raise InputError(f"the state has {key}={told!r}, this object has {here!r}. Make it with the same options.")
 
 
 def _require_network(runner: Runner, state: Mapping[str, Any], layout: Layout) -> None:
@@ -273,7 +273,7 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
                 f"the state has your own prior {kind!r}, and states hold no code. Give one of its class: "
                 f"Laplace(..., prior=), or Laplace.load(..., prior=). Known are {', '.join(map(repr, PRIORS))}."
             )
-        return given.from_state(told, layout)
+        return given.restored(told, layout)
     if not isinstance(given, Custom) or given.called != told["called"]:
         raise InputError(
             f"the state has your own prior, from_log_density({told['called']}), and states hold no code. Give the "
@@ -283,7 +283,7 @@ def _prior(state: Mapping[str, Any], layout: Layout, given: Prior) -> Prior:
 
 
 def kind_of(prior: Prior) -> str:
-    """Return the kind of a prior in files: its name, or that of its class if the class is yours, made from ours."""
+    """Return the kind of a prior in files: its name. A subclass of one of our priors goes by the name of its class."""
     ours = PRIORS.get(prior.name)
     return prior.name if ours in (None, type(prior)) else type(prior).__qualname__
 

@@ -19,7 +19,7 @@ from laplace.errors import InputError
 
 @dataclass(frozen=True)
 class Table:
-    """Inputs and labels from a file.
+    """Holds inputs and labels from a file.
 
     Attributes:
         name: The file's name, for messages.

@@ -309,7 +309,7 @@ class EFInterface(CurvatureInterface):
 
 
 class CurvlinopsInterface(CurvatureInterface):
-    """Was computed by curvlinops in laplace-torch."""
+    """Stands for what curvlinops computed in laplace-torch."""
 
 
 class CurvlinopsGGN(CurvlinopsInterface, GGNInterface):
@@ -327,7 +327,7 @@ class CurvlinopsHessian(CurvlinopsInterface):
 
 
 class AsdlInterface(CurvatureInterface):
-    """Was computed by ASDL in laplace-torch."""
+    """Stands for what ASDL computed in laplace-torch."""
 
 
 class AsdlGGN(AsdlInterface, GGNInterface):
@@ -345,7 +345,7 @@ class AsdlHessian(AsdlInterface):
 
 
 class AsdfghjklInterface(CurvatureInterface):
-    """Was computed by asdfghjkl in laplace-torch."""
+    """Stands for what asdfghjkl computed in laplace-torch."""
 
 
 class AsdfghjklGGN(AsdfghjklInterface, GGNInterface):
@@ -363,7 +363,7 @@ class AsdfghjklHessian(AsdfghjklInterface):
 
 
 class BackPackInterface(CurvatureInterface):
-    """Was computed by BackPACK in laplace-torch."""
+    """Stands for what BackPACK computed in laplace-torch."""
 
 
 class BackPackGGN(BackPackInterface, GGNInterface):

@@ -83,7 +83,7 @@ def stands_for(weights: str | None = None, structure: str | None = None, functio
 
 
 class BaseLaplace(Laplace, metaclass=Combination):
-    """Every posterior is one. Not constructed itself: take `Laplace`, or a class of a combination.
+    """Covers every posterior, for isinstance. To make one, take `Laplace` or the class of a combination.
 
     Args:
         model: the trained network.
@@ -213,7 +213,7 @@ class BaseLaplace(Laplace, metaclass=Combination):
 
 
 class ParametricLaplace(BaseLaplace):
-    """Every posterior over weights is one."""
+    """Covers every posterior over weights, for isinstance."""
 
     _stands_for = stands_for(functional=False)
 
@@ -274,7 +274,7 @@ class ParametricLaplace(BaseLaplace):
 
 
 class FullLaplace(ParametricLaplace):
-    """Laplace(model, likelihood, 'all', 'full')."""
+    """Makes Laplace(model, likelihood, 'all', 'full')."""
 
     _stands_for, _parts = stands_for(structure="full"), ("all", "full")
 
@@ -283,7 +283,7 @@ class FullLaplace(ParametricLaplace):
 
 
 class DiagLaplace(ParametricLaplace):
-    """Laplace(model, likelihood, 'all', 'diag')."""
+    """Makes Laplace(model, likelihood, 'all', 'diag')."""
 
     _stands_for, _parts = stands_for(structure="diag"), ("all", "diag")
 
@@ -292,7 +292,7 @@ class DiagLaplace(ParametricLaplace):
 
 
 class KronLaplace(ParametricLaplace):
-    """Laplace(model, likelihood, 'all', 'kron'). Its matrices are a `KronDecomposed`."""
+    """Makes Laplace(model, likelihood, 'all', 'kron'). Its matrices are a `KronDecomposed`."""
 
     _stands_for, _parts = stands_for(structure="kron"), ("all", "kron")
     _order = (*VALUES, "enable_backprop", *KEYS, "backend", "damping", "backend_kwargs")
@@ -320,14 +320,14 @@ class KronLaplace(ParametricLaplace):
 
 
 class LowRankLaplace(ParametricLaplace):
-    """Laplace(model, likelihood, 'all', 'lowrank')."""
+    """Makes Laplace(model, likelihood, 'all', 'lowrank')."""
 
     _stands_for, _parts = stands_for(structure="lowrank"), ("all", "lowrank")
     _order = ("backend", *VALUES, "enable_backprop", *KEYS, "backend_kwargs")
 
 
 class LLLaplace(ParametricLaplace):
-    """Every posterior over the weights of the last layer is one."""
+    """Covers every posterior over the weights of the last layer, for isinstance."""
 
     _stands_for = stands_for(weights="last_layer", functional=False)
     _order = (*VALUES, "enable_backprop", "feature_reduction", *KEYS, "backend", "last_layer_name", "backend_kwargs")
@@ -361,19 +361,19 @@ class LLLaplace(ParametricLaplace):
 
 
 class FullLLLaplace(LLLaplace, FullLaplace):
-    """Laplace(model, likelihood, 'last_layer', 'full')."""
+    """Makes Laplace(model, likelihood, 'last_layer', 'full')."""
 
     _stands_for, _parts = stands_for("last_layer", "full"), ("last_layer", "full")
 
 
 class DiagLLLaplace(LLLaplace, DiagLaplace):
-    """Laplace(model, likelihood, 'last_layer', 'diag')."""
+    """Makes Laplace(model, likelihood, 'last_layer', 'diag')."""
 
     _stands_for, _parts = stands_for("last_layer", "diag"), ("last_layer", "diag")
 
 
 class KronLLLaplace(LLLaplace, KronLaplace):
-    """Laplace(model, likelihood, 'last_layer', 'kron')."""
+    """Makes Laplace(model, likelihood, 'last_layer', 'kron')."""
 
     _stands_for, _parts = stands_for("last_layer", "kron"), ("last_layer", "kron")
     _order = (*LLLaplace._order[:-1], "damping", "backend_kwargs")
@@ -394,7 +394,7 @@ class KronLLLaplace(LLLaplace, KronLaplace):
 
 
 class SubnetLaplace(ParametricLaplace):
-    """Every posterior over a subnetwork is one. `mean` and samples have all weights, as in laplace-torch."""
+    """Covers every posterior over a subnetwork. `mean` and samples have all weights, as in laplace-torch."""
 
     _stands_for = stands_for(weights="subnetwork")
     _order = ("subnetwork_indices", *VALUES, "backend", "backend_kwargs")
@@ -413,7 +413,7 @@ class SubnetLaplace(ParametricLaplace):
 
 
 class FullSubnetLaplace(SubnetLaplace, FullLaplace):
-    """Laplace(model, likelihood, 'subnetwork', 'full')."""
+    """Makes Laplace(model, likelihood, 'subnetwork', 'full')."""
 
     _stands_for, _parts = stands_for("subnetwork", "full"), ("subnetwork", "full")
 
@@ -423,7 +423,7 @@ class FullSubnetLaplace(SubnetLaplace, FullLaplace):
 
 
 class DiagSubnetLaplace(SubnetLaplace, DiagLaplace):
-    """Laplace(model, likelihood, 'subnetwork', 'diag')."""
+    """Makes Laplace(model, likelihood, 'subnetwork', 'diag')."""
 
     _stands_for, _parts = stands_for("subnetwork", "diag"), ("subnetwork", "diag")
 

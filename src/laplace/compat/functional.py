@@ -24,7 +24,7 @@ _OF_VALLA = {"num_inducing": "n_subset", "inducing_locations": "inducing"}
 
 
 class BaseFunctionalLaplace(BaseLaplace):
-    """Every posterior over functions is one."""
+    """Covers every posterior over functions, for isinstance."""
 
     _stands_for = stands_for(functional=True)
 
@@ -59,7 +59,7 @@ class BaseFunctionalLaplace(BaseLaplace):
 
 
 class FunctionalLaplace(BaseFunctionalLaplace):
-    """Laplace(model, likelihood, 'all', 'gp'): a Gaussian process on a subset of the data."""
+    """Makes Laplace(model, likelihood, 'all', 'gp'): a Gaussian process on a subset of the data."""
 
     _stands_for, _parts = stands_for(structure="gp"), ("all", "gp")
     _order = (
@@ -75,7 +75,7 @@ class FunctionalLaplace(BaseFunctionalLaplace):
 
 
 class FunctionalLLLaplace(FunctionalLaplace):
-    """Laplace(model, likelihood, 'last_layer', 'gp')."""
+    """Makes Laplace(model, likelihood, 'last_layer', 'gp')."""
 
     _stands_for, _parts = stands_for("last_layer", "gp"), ("last_layer", "gp")
     _order = (
@@ -85,7 +85,7 @@ class FunctionalLLLaplace(FunctionalLaplace):
 
 
 class ELLA(BaseFunctionalLaplace):
-    """Laplace(model, likelihood, 'all', 'gp', functional_approximation='nystrom').
+    """Makes Laplace(model, likelihood, 'all', 'gp', functional_approximation='nystrom').
 
     `subsample_size` is `n_subset` here, and `n_eigenvalues` is `rank`.
     """
@@ -103,7 +103,7 @@ class ELLA(BaseFunctionalLaplace):
 
 
 class VaLLA(BaseFunctionalLaplace):
-    """Laplace(model, likelihood, 'all', 'gp', functional_approximation='variational').
+    """Makes Laplace(model, likelihood, 'all', 'gp', functional_approximation='variational').
 
     `num_inducing` is `n_subset` here, and `inducing_locations` is `inducing`. The posterior is the optimum of the
     evidence's lower bound in closed form, so that `alpha` is 0 and nothing is sampled; all outputs of an inducing point

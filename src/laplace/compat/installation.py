@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class MixedInstallationWarning(LaplaceWarning):
-    """laplace-torch is installed into the same folder."""
+    """Raised if laplace-torch is installed into the same folder."""
 
 
 def notice_other_files(package: Path = _PACKAGE) -> None:

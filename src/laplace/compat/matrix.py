@@ -123,7 +123,7 @@ class KronDecomposed:
         self.deltas = self.eigenvalues[0][0].new_zeros(len(self)) if deltas is None else deltas.expand(len(self))
 
     def detach(self) -> KronDecomposed:
-        """Return it without the graph of what was added."""
+        """Return the same matrix with deltas that are detached from their graph."""
         return KronDecomposed(self.eigenvectors, self.eigenvalues, self.deltas.detach(), self.damping)
 
     def __add__(self, deltas: Tensor) -> KronDecomposed:

@@ -19,7 +19,7 @@ from laplace.linalg.sampling import Keyed, uniforms
 
 
 class IntervalRule(ABC):
-    """A score of numbers, whose sets are intervals around the mean."""
+    """Scores numbers. Its sets are intervals around the mean."""
 
     name: ClassVar[str]
 
@@ -38,7 +38,7 @@ class IntervalRule(ABC):
 
 @dataclass(frozen=True)
 class Absolute(IntervalRule):
-    """abs(y - mean): intervals of one width for all inputs."""
+    """Scores by abs(y - mean): intervals of one width for all inputs."""
 
     name: ClassVar[str] = "absolute"
 
@@ -54,7 +54,7 @@ class Absolute(IntervalRule):
 
 @dataclass(frozen=True)
 class Scaled(IntervalRule):
-    """abs(y - mean) / std: intervals in proportion to the predictive standard deviation (Lei et al., 2018)."""
+    """Scores by abs(y - mean) / std: intervals in proportion to the predictive's deviation (Lei et al., 2018)."""
 
     name: ClassVar[str] = "scaled"
 
@@ -70,7 +70,7 @@ class Scaled(IntervalRule):
 
 @dataclass(frozen=True)
 class Quantiles(IntervalRule):
-    """max(low - y, y - high): the predictive's own quantiles, moved by one amount (Romano et al., 2019).
+    """Scores by max(low - y, y - high): the predictive's quantiles, moved by one amount (Romano et al., 2019).
 
     With mean and standard deviation, low and high are mean -+ z(level) std, and the score is abs(y - mean) - z std.
     """
@@ -88,7 +88,7 @@ class Quantiles(IntervalRule):
 
 
 class SetRule(ABC):
-    """A score of classes, whose sets are the classes with a score up to the threshold."""
+    """Scores classes. Its sets are the classes with a score up to the threshold."""
 
     name: ClassVar[str]
     randomized: bool  # whether the score takes a random number for each example
@@ -109,7 +109,7 @@ class SetRule(ABC):
 
 @dataclass(frozen=True)
 class Threshold(SetRule):
-    """1 - p(class): all classes above one probability, the smallest sets on average (Sadinle et al., 2019)."""
+    """Scores by 1 - p(class): all classes above one probability, the smallest sets on average (Sadinle et al. 2019)."""
 
     name: ClassVar[str] = "lac"
 
@@ -137,7 +137,7 @@ class Adaptive(SetRule):
 
 @dataclass(frozen=True)
 class Regularised(SetRule):
-    """As `Adaptive`, plus penalty max(rank - k_reg, 0): fewer very large sets (Angelopoulos et al., 2021)."""
+    """Scores as `Adaptive`, plus penalty max(rank - k_reg, 0): fewer very large sets (Angelopoulos et al., 2021)."""
 
     name: ClassVar[str] = "raps"
     randomized: bool = True

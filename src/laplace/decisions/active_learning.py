@@ -29,6 +29,7 @@ from laplace.network.batches import prediction_batches
 from laplace.predictive.outputs import OutputSamples
 from laplace.predictive.queries import Functions
 from laplace.predictive.response import Latent
+from laplace.spec import refuse_unknown_keywords
 
 METHODS: Final = ("bald", "batch_bald", "epig", "entropy", "margin")
 _USE = "Take 'classification', 'binary' with one output, 'ordinal' or 'regression'."
@@ -47,6 +48,7 @@ class Acquisition:
     scores: Tensor
 
 
+@refuse_unknown_keywords
 @plainly
 @torch.no_grad()
 def acquire(
@@ -112,6 +114,7 @@ def acquire(
     return Acquisition(torch.tensor(chosen, device=p.device), torch.stack(gains))
 
 
+@refuse_unknown_keywords
 @plainly
 @torch.no_grad()
 def score(

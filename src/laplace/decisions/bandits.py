@@ -14,10 +14,12 @@ from laplace.inference.predict import call
 from laplace.inference.source import Source, n_outputs_at
 from laplace.linalg.autocast import plainly
 from laplace.network.inputs import Inputs
+from laplace.spec import refuse_unknown_keywords
 
 RULES: Final = ("thompson", "ucb", "greedy")
 
 
+@refuse_unknown_keywords
 @plainly
 @torch.no_grad()
 def choose(

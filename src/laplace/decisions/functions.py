@@ -14,11 +14,12 @@ from laplace.inference.arguments import pred_type_named
 from laplace.inference.drawing import functional_samples
 from laplace.inference.source import Source
 from laplace.linalg.sampling import seed_from
+from laplace.spec import refuse_unknown_keywords
 
 
 @dataclass(frozen=True)
 class DrawnFunctions:
-    """S functions of x, each the network with one draw of its weights. Made by `draw_functions`.
+    """Computes S functions of x, each the network with one draw of its weights. Made by `draw_functions`.
 
     Called with N inputs, it returns the outputs f of every function, (S, N, C): the same functions in every call.
     Gradients flow to the inputs if the posterior has `enable_backprop=True`.
@@ -47,6 +48,7 @@ class DrawnFunctions:
         return functional_samples(self.source, x, *drawn, **model_kwargs)
 
 
+@refuse_unknown_keywords
 def draw_functions(
     la: Source, n_samples: int = 1, pred_type: str = "glm", generator: torch.Generator | None = None
 ) -> DrawnFunctions:

@@ -70,7 +70,7 @@ class Ranks(Reduce):
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Begin a call that all ranks make. What one raises before its session, as of an argument, all raise."""
+        """Begin a call that all ranks make. If one raises an error before its session, all raise it."""
         with self._within(name):
             try:
                 yield
@@ -132,7 +132,7 @@ class Ranks(Reduce):
                 return [report.value for report in reports]
 
     def ask(self, service: str, key: Any, detail: Any = None) -> Any:
-        """Have all ranks do a service together, and return what it gave this rank.
+        """Ask all ranks to do a service together, and return what it gave this rank.
 
         Every rank must have the service. Its argument is what each rank asked of this key, by rank; None of a rank that
         waits or asks for something else.

@@ -48,7 +48,7 @@ def real_of(values: Values, name: str, finite: bool = True) -> Tensor:
 
 
 def classified(probs: Values, y: Values) -> tuple[Tensor, Tensor]:  # (N, C), (N,)
-    """Return probabilities of classes in float64 and the true classes. Refuse what is not that."""
+    """Return probabilities of classes in float64 and the true classes. Refuse anything else."""
     probs, y = probabilities(probs), tensor_of(y, "y")
     if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
         raise InputError(f"labels must be integer class indices, got {y.dtype}. Write y.long(), or y.astype(int).")

@@ -17,7 +17,7 @@ from laplace.evaluation.arrays import Values, share_of, tensor_of
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """A score with its interval. Made by `bootstrap`.
+    """Holds a score with its interval. Made by `bootstrap`.
 
     Attributes:
         value: The score on all examples.

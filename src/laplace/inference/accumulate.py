@@ -398,7 +398,7 @@ class Accumulator:
         self.pass_ = further
 
     def _catch_up(self) -> None:
-        """After an interruption, bring all ranks to the same run over the data.
+        """Bring all ranks to the same run over the data after an interruption.
 
         A rank may have stopped just before it wrote its first file of a run that another rank was already in. The
         totals before that run are the same on all ranks: it takes them over, and reads its data from the start.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
 
     def reads(function: Callable[[Any], Any], change: Callable[[Any, Any], None] | None = None) -> property:
-        """Return a property. What this posterior does not have is also an AttributeError, as `hasattr` expects."""
+        """Return a property whose UnsupportedError is an AttributeError, too, as `hasattr` expects."""
 
         @wraps(function)
         def read(la: Any) -> Any:

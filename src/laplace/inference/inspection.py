@@ -15,6 +15,7 @@ from laplace.inference.coverage import Coverage, coverage_of
 from laplace.inference.source import Fitted
 from laplace.linalg.autocast import plain, plainly
 from laplace.linalg.symmetric import Clipped
+from laplace.spec import refuse_unknown_keywords
 from laplace.structures import Curvature, Gaussian
 from laplace.structures.lowrank import Spectrum
 from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature
@@ -213,8 +214,9 @@ def square_norm(la: Fitted, value: Tensor) -> Tensor:  # (P,) or (S, P)
     return la.posterior.gaussian.quadratic(value.to(la.posterior.fit.mean) - la.posterior.fit.mean)
 
 
+@refuse_unknown_keywords
 @plainly
-def log_prob(la: Fitted, value: Tensor, normalized: bool = True) -> Tensor:
+def log_prob(la: Fitted, /, value: Tensor, normalized: bool = True) -> Tensor:
     """Return the log-density of the posterior at some weights.
 
     Args:

@@ -37,7 +37,7 @@ _MOST = 8  # links and softmax temperatures of one posterior that are kept
 
 @dataclass(frozen=True)
 class Way:
-    """What a posterior fixes for one link: nothing of it depends on the input."""
+    """Holds what a posterior fixes for one link: nothing of it depends on the input."""
 
     posterior: Posterior
     link: str

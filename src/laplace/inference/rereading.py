@@ -131,7 +131,11 @@ class Rereading:
             except FormChangedError:  # a batch showed more of the network: read again with that knowledge
                 continue
         else:
-            raise InputError("the network behaves differently in each reading of the training data.")
+            raise InputError(
+                "the network uses its weights in another way each time that the training data is read. Remove what "
+                "varies between calls (a random number, a counter) from its forward, or take another "
+                "hessian_structure, such as 'kron' or 'full', which reads the data in fit only."
+            )
         runner.plan = engine.plan
         self._require_same(reading)
         assert reading.total is not None

@@ -119,7 +119,7 @@ class Runner:
         return weights
 
     def _settle(self, weights: FoundLastLayer | Selection) -> None:
-        """Have the uncertain weights of a sharded network on every rank from now on, if they are few."""
+        """Keep the uncertain weights of a sharded network on every rank from now on, if they are few."""
         settle(unwrap(self.model), weights.layout.names, few=isinstance(weights, Selection))
 
     def _damaged(self) -> str:

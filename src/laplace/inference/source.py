@@ -149,7 +149,7 @@ def n_outputs_at(source: Source, inputs: Inputs) -> int:
 
 
 class Fitted(Protocol):
-    """A posterior together with its network."""
+    """Defines a posterior together with its network."""
 
     @property
     def posterior(self) -> Posterior: ...

@@ -146,7 +146,7 @@ class LaplaceCallback(Callback):
 
 
 class LaplaceModule(LightningModule):
-    """A fitted posterior as a LightningModule, for `Trainer.predict`.
+    """Wraps a fitted posterior as a LightningModule, for `Trainer.predict`.
 
     The batches may have labels, which are not used. `Prediction.cat(trainer.predict(...))` joins what comes back.
 

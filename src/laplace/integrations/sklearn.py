@@ -162,7 +162,7 @@ class _LaplaceEstimator(BaseEstimator):
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
-    """A network with a Laplace approximation as a scikit-learn classifier.
+    """Makes a scikit-learn classifier of a network with a Laplace approximation.
 
     `fit` trains the network (cross-entropy), fits the posterior and tunes its prior. Labels may be of any kind.
 
@@ -241,7 +241,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
 
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
-    """A network with a Laplace approximation as a scikit-learn regressor.
+    """Makes a scikit-learn regressor of a network with a Laplace approximation.
 
     `fit` trains the network (mean squared error), fits the posterior and tunes prior and noise.
 

@@ -57,7 +57,7 @@ class Targets:
 
 
 class Likelihood(NamedOptions, Response):
-    """p(y given f) for outputs f of shape (N, C). All formulas are at unit noise unless a sigma is passed.
+    """Defines p(y given f) for outputs f of shape (N, C). All formulas are at unit noise unless a sigma is passed.
 
     Attributes:
         name: The name used in options and messages.
@@ -130,12 +130,20 @@ class Likelihood(NamedOptions, Response):
 
     @property
     def described(self) -> str:
-        """Return the name, and the options that differ from the defaults.
+        """Return the name, and the options that differ from the defaults. A subclass without a name has its class's.
 
         Posteriors are of the same kind if their likelihoods have the same description.
         """
+        named = "name" in vars(type(self)) or "name" in vars(self)
+        return self._described(self.name if named else type(self).__name__)
+
+    def answers_to(self, described: str) -> bool:
+        """Return whether a state has this description. Earlier states have the name that a subclass inherits."""
+        return described in (self.described, self._described(self.name))
+
+    def _described(self, name: str) -> str:
         options = changed_options(self)
-        return f"{self.name}({', '.join(options)})" if options else self.name
+        return f"{name}({', '.join(options)})" if options else name
 
     def targets(self, f: Tensor, batch: Labels) -> Targets:
         """Return labels and weights of a batch. Raises InputError if they or the outputs do not fit."""

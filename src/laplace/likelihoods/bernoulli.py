@@ -34,7 +34,7 @@ BINARY_LINKS: Final[dict[str, Link]] = {
 
 
 class Multilabel(Likelihood):
-    """C binary labels from C logits; labels have shape (N, C) and are 0, 1 or a probability between them."""
+    """Predicts C binary labels from C logits; labels have shape (N, C) and are 0, 1 or a probability between them."""
 
     name = "multilabel"
     has_logits = True
@@ -82,7 +82,7 @@ class Multilabel(Likelihood):
 
 
 class Bernoulli(Multilabel):
-    """One binary label from one logit; labels have shape (N,) or (N, 1), predictions (N, 1)."""
+    """Predicts one binary label from one logit; labels have shape (N,) or (N, 1), predictions (N, 1)."""
 
     name = "binary"
 

@@ -30,7 +30,7 @@ from laplace.predictive.response import Outputs
 
 
 class Categorical(OneOfSeveral):
-    """One of C >= 2 classes from C logits; labels are class indices (N,), or class probabilities (N, C).
+    """Predicts one of C >= 2 classes from C logits; labels are class indices (N,), or class probabilities (N, C).
 
     Args:
         label_smoothing: e in [0, 1), as in `torch.nn.CrossEntropyLoss`.

@@ -14,7 +14,7 @@ from laplace.predictive.response import Outputs
 
 
 class OneOfSeveral(Likelihood):
-    """Base of likelihoods over classes: predictions are class probabilities."""
+    """Is the base of likelihoods over classes: predictions are class probabilities."""
 
     drawn_uncertainty = True
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
+from laplace.checks import named_options
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
 from laplace.likelihoods.base import Likelihood
 from laplace.linalg.output_curvature import OutputCurvature
@@ -29,6 +30,7 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 Sampler = Callable[[Tensor, int, torch.Generator | None], Tensor]
 
 
+@named_options
 def from_log_prob(
     fn: LogProb,
     inverse_link: Callable[[Tensor], Tensor] | None = None,
@@ -61,7 +63,7 @@ def from_log_prob(
 
 
 class ByAutograd(Likelihood):
-    """A likelihood that is known by `log_prob` alone: a subclass writes that, and no more.
+    """Makes a likelihood of `log_prob` alone: a subclass writes that, and no more.
 
     Score and Lambda come from autograd; Lambda is minus the second derivative at the label, with its negative
     eigenvalues, if any, set to zero. Two methods are optional: `inverse_link`, whose mean over draws `la(x)` then
@@ -79,7 +81,7 @@ class ByAutograd(Likelihood):
 
     @cached_property
     def links(self) -> Mapping[str, Link]:  # type: ignore[override]
-        """'mc' where it is known what outputs stand for."""
+        """Return 'mc' if it is known what outputs stand for, else nothing."""
         known = type(self).inverse_link is not ByAutograd.inverse_link
         return {"mc": Link(MonteCarlo(self.inverse_link), Covariances)} if known else {}
 
@@ -210,7 +212,7 @@ class ByAutograd(Likelihood):
 
 
 class Custom(ByAutograd):
-    """A likelihood from a function: see `from_log_prob`."""
+    """Makes a likelihood from a function: see `from_log_prob`."""
 
     name = "from_log_prob"
 

@@ -25,7 +25,7 @@ _FAR = 3.0  # by this factor, residuals of the training data may differ from tha
 
 
 class Gaussian(Likelihood):
-    """Regression, N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C), or (N,) if C is 1.
+    """Models a regression, N(y; f, sigma^2 diag(r)^2); labels have the shape of the outputs, (N, C), or (N,) if C is 1.
 
     sigma is `Laplace`'s `sigma_noise`. It can be tuned; r stays fixed.
 
@@ -163,7 +163,7 @@ class Gaussian(Likelihood):
 
 
 class GivenNoise(Gaussian):
-    """Regression with a known noise per example: N(y; f, sigma^2 diag(r_n)^2).
+    """Models a regression with a known noise per example: N(y; f, sigma^2 diag(r_n)^2).
 
     Batches are (x, y, noise), with noise (N,) or (N, C), or mappings with a key `noise`. Predictions are of f, without
     noise: the noise of an observation at a new input is not known.

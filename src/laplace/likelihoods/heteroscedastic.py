@@ -21,7 +21,7 @@ from laplace.predictive.response import Outputs
 
 
 class HeteroscedasticGaussian(Likelihood):
-    """Regression where the network predicts the noise; labels (N, C), outputs (N, 2 C).
+    """Models a regression where the network predicts the noise; labels (N, C), outputs (N, 2 C).
 
     The first C outputs are the means, the last C the logarithms of the variances.
     """

@@ -27,7 +27,7 @@ _MOST = 100_000  # classes, if their number is given instead of the cut points
 
 
 class Ordinal(OneOfSeveral):
-    """One of K ordered classes from one output; labels are class indices (N,), predictions probabilities (N, K).
+    """Predicts one of K ordered classes from one output; labels are class indices (N,), predictions (N, K).
 
     Args:
         cut_points: The K - 1 ascending cut points that the network was trained with, or the number K of classes. For a

@@ -34,7 +34,7 @@ RATE_LINKS: Final[dict[str, Link]] = {
 
 
 class Poisson(Likelihood):
-    """C counts from the C logarithms of their rates; labels (N, C) are whole numbers from 0 on."""
+    """Predicts C counts from the C logarithms of their rates; labels (N, C) are whole numbers from 0 on."""
 
     name = "poisson"
     links = RATE_LINKS

@@ -11,7 +11,7 @@ from laplace.predictive.response import Latent, Response
 
 
 class Preference(Bernoulli):
-    """Rewards learned from preferences between two inputs.
+    """Learns rewards from preferences between two inputs.
 
     It is fitted on pairs (B, 2, ...) with labels (B,): 0 if the first of a pair is preferred, 1 if the second is. The
     network maps a single input to a reward, (N, 1); here f is the difference of a pair's two rewards. Predictions for

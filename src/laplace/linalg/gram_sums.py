@@ -19,14 +19,14 @@ _SHARE = 64  # a buffer is made for so many batches at once
 
 @dataclass(frozen=True)
 class GramRows:
-    """A contribution rows^T rows to a sum, not multiplied out yet."""
+    """Holds a contribution rows^T rows to a sum, not multiplied out yet."""
 
     rows: Tensor  # (M, D)
     dtype: torch.dtype | None = None  # of the products and of the sum; None leaves it to `GramSum`
 
 
 class GramSum:
-    """A running sum of `GramRows`. Small blocks of rows are collected in a buffer before the product.
+    """Sums `GramRows`. Small blocks of rows are collected in a buffer before the product.
 
     With a `dtype`, all products and sums of wide matrices are in it. Without, they are in float64 where float32 may
     harm: see `gram`.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Kronecker:
-    """c (L (x) R), positive definite; of a vector of weights, c L."""
+    """Holds c (L (x) R), positive definite; of a vector of weights, c L."""
 
     strength: Tensor  # c: ()
     left: Tensor  # L: (O, O)

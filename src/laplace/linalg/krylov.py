@@ -26,7 +26,7 @@ class Ritz:
 
 @dataclass(frozen=True)
 class Krylov:
-    """A basis, H's projection onto it, and the block to multiply by H next."""
+    """Holds a basis, H's projection onto it, and the block to multiply by H next."""
 
     basis: Tensor  # (M, P), orthonormal
     projected: Tensor  # (M, M), float64

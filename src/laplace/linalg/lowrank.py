@@ -27,7 +27,7 @@ from laplace.linalg.symmetric import cholesky
 
 
 class Columns(Protocol):
-    """A matrix U, (p, k), that is read in pieces."""
+    """Defines a matrix U, (p, k), that is read in pieces."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,7 +40,7 @@ class Columns(Protocol):
 
 
 class DiagonalPlusLowRank:
-    """N(0, (diag(d) + U diag(w) U^T)^-1), differentiable in d, and in w where w > 0."""
+    """Computes with N(0, (diag(d) + U diag(w) U^T)^-1), differentiable in d, and in w where w > 0."""
 
     def __init__(self, d: Tensor, u: Columns, w: Tensor) -> None:  # (p,), (p, k), (k,)
         self.dtype, self.u = d.dtype, u

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class OneNumber(Tensor):
-    """A tensor of shape () that can be indexed with 0, too. What is computed from it is a plain tensor.
+    """Is a tensor of shape () that can be indexed with 0, too. What is computed from it is a plain tensor.
 
     So `float(la.prior_precision)`, `la.prior_precision.item()` and `la.prior_precision[0]` are the same number.
     """

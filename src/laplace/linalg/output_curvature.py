@@ -13,7 +13,7 @@ from laplace.linalg.symmetric import gram
 
 @dataclass(frozen=True)
 class OutputCurvature:
-    """Lambda_n = diag(d_n) + sign * sum_k u_kn u_kn^T. With sign -1 each row of it sums to zero.
+    """Holds Lambda_n = diag(d_n) + sign * sum_k u_kn u_kn^T. With sign -1 each row of it sums to zero.
 
     Every curvature that we use has this form: the Fisher of a Gaussian (d = 1) and of a categorical (d = p, u = p, sign
     -1), and the empirical, Monte-Carlo and sketched Fisher (d = 0, the u are the vectors sent back).

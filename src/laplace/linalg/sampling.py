@@ -52,7 +52,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class SeededDraws(Draws):
-    """Draws from seed 0. The numbers that all examples share are the same each time, and few enough are kept."""
+    """Draws from seed 0. Numbers that all examples share are the same in every call, and are kept if they are few."""
 
     def shared_normals(self, c: int, like: Tensor) -> Tensor:  # (c, S)
         if self.n * c > _KEPT:

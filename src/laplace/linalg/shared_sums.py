@@ -16,7 +16,7 @@ from laplace.linalg.gram_sums import GramRows, GramSum
 
 
 class Added:
-    """Which sums have got their rows of a batch."""
+    """Remembers which sums have got their rows of a batch."""
 
     def __init__(self) -> None:
         self._done: set[int] = set()

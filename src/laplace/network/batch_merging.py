@@ -17,7 +17,7 @@ from laplace.network.batches import Batch
 
 
 class Group:
-    """Neighbouring batches of one kind, copied to memory of their own because a loader may reuse its memory."""
+    """Collects neighbouring batches of one kind, in memory of their own, because a loader may reuse its memory."""
 
     def __init__(self, first: Batch, room: int) -> None:
         self._first = first

@@ -28,7 +28,7 @@ from laplace.network.pytree import tensors_in
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and labels, and the number of the batch in its loader."""
+    """Holds inputs and labels, and the number of the batch in its loader."""
 
     index: int
     inputs: Inputs

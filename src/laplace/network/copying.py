@@ -40,7 +40,7 @@ Value = TypeVar("Value")
 
 
 class Copies:
-    """All copies made for one replica, by the identity of the original."""
+    """Holds all copies made for one replica, by the identity of the original."""
 
     def __init__(self, module: Callable[[nn.Module, Copies], nn.Module]) -> None:
         self.elsewhere = False  # whether a parameter is also kept outside of its modules

@@ -20,7 +20,7 @@ _FLEETING = {"fleeting": True}
 
 
 class Digest:
-    """A running SHA-256 of words and tensors, with their dtypes and shapes."""
+    """Computes a running SHA-256 of words and tensors, with their dtypes and shapes."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

@@ -39,7 +39,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 @dataclass(frozen=True)
 class Keys:
-    """Under which keys a mapping holds the main input, the labels, and what belongs to the labels."""
+    """Names the keys under which a mapping holds the main input, the labels, and what belongs to the labels."""
 
     x: str = "input_ids"
     y: str = "labels"
@@ -59,7 +59,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Inputs:
-    """All arguments of one call of the network, without the labels."""
+    """Holds all arguments of one call of the network, without the labels."""
 
     x: Any
     kwargs: Mapping[str, Any] = field(default_factory=dict)

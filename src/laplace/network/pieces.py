@@ -33,7 +33,7 @@ UNIT: Final = "_laplace_unit"  # on the copy of a module that FSDP gathers as a 
 
 
 class Pieces(list[Any]):
-    """This rank's pieces of a network's parameters, DTensors in their order. The other ranks may ask for them."""
+    """Holds this rank's pieces of a network's parameters, DTensors in their order. The other ranks may ask for them."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -141,7 +141,7 @@ def places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 @contextmanager
 def present(module: nn.Module) -> Iterator[None]:
-    """Have the parameters of a module gathered for a while. Autograd keeps their names, not their values.
+    """Gather the parameters of a module for a while. Autograd keeps their names, not their values.
 
     Inside of torch.func, whose graphs do not outlive the call, it keeps their values. Inside of `checkpoint` it keeps
     nothing, and runs the module again.
@@ -185,7 +185,7 @@ def _parameter(value: Tensor) -> nn.Parameter:
 
 
 class Gathered(torch.autograd.Function):
-    """The gathered value of a stand-in, which gets its gradient."""
+    """Puts the gathered value in the place of a stand-in, which gets its gradient."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, value: list[Tensor]) -> Tensor:

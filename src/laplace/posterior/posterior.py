@@ -216,7 +216,10 @@ def _finite_scatter(value: Tensor) -> Tensor:
 def _finite(value: Tensor, what: str, of: str) -> Tensor:
     """Return a term of the evidence. Raise NumericalError if it is NaN or infinite."""
     if not value.isfinite():
-        raise NumericalError(f"the {what} of the evidence is {float(value.detach())}: {of} are too large or too small.")
+        raise NumericalError(
+            f"the {what} of the evidence is {float(value.detach())}: {of} are too large or too small. Choose "
+            "values nearer to 1."
+        )
     return value
 
 

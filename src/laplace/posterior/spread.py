@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Kept(nn.Module):
-    """A module whose buffers are never rounded: `.half()` moves them, and leaves their dtype."""
+    """Keeps its buffers from being rounded: `.half()` moves them, and leaves their dtype."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def without_rounding(t: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Constant(Spread):
 
 
 class Factored(Spread):
-    """S = L diag(w) L^T with w = V^T (Q^T phi)^2. Q and L may be left out: the unit vectors.
+    """Computes S = L diag(w) L^T with w = V^T (Q^T phi)^2. Q and L may be left out: the unit vectors.
 
     Args:
         right: Q, (H, R).
@@ -139,7 +139,7 @@ class Factored(Spread):
 
 
 class Rooted(Spread):
-    """S_cd = <R_c^T phi, R_d^T phi> for any covariance of the weights. R_c has a row for a dependent bias.
+    """Computes S_cd = <R_c^T phi, R_d^T phi> for any covariance of the weights. R_c has a row for a dependent bias.
 
     Args:
         roots: R, (C, H, K). For variances alone, K = H + 1 columns are enough.
@@ -175,7 +175,7 @@ class Rooted(Spread):
 
 
 class LessLowRank(Spread):
-    """S = T diag(A^T phi^2 + a) T^T - sum_k y_k y_k^T, y_k = phi Y_k + b_k.
+    """Computes S = T diag(A^T phi^2 + a) T^T - sum_k y_k y_k^T, y_k = phi Y_k + b_k.
 
     What the prior allows, less what the data explains.
 

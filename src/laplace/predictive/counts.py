@@ -30,7 +30,7 @@ _CHUNK = 2**12  # integrals at a time
 
 
 class UncertainCounts(Distribution):
-    """Base of the two distributions of counts: cdf and quantiles follow from P(y <= k) and P(y > k)."""
+    """Derives cdf and quantiles of the two distributions of counts from P(y <= k) and P(y > k)."""
 
     @property
     def support(self) -> Any:
@@ -80,7 +80,7 @@ class UncertainCounts(Distribution):
 
 
 class PoissonLogNormal(UncertainCounts):
-    """y ~ Poisson(exp(u)), u ~ N(log_rate, log_rate_variance).
+    """Describes y ~ Poisson(exp(u)), u ~ N(log_rate, log_rate_variance).
 
     The log-probability can be differentiated once, with respect to either parameter.
     """
@@ -132,7 +132,7 @@ class PoissonLogNormal(UncertainCounts):
 
 
 class PoissonMixture(UncertainCounts):
-    """y ~ Poisson(exp(u)), where u is one of (..., S) log-rates, each equally likely."""
+    """Describes y ~ Poisson(exp(u)), where u is one of (..., S) log-rates, each equally likely."""
 
     @property
     def arg_constraints(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class PoissonMixture(UncertainCounts):
 
 
 class PoissonLogNormalMixture(UncertainCounts):
-    """y ~ Poisson(exp(u)), where u is drawn from one of K Gaussians, chosen by their weights. All are (..., K)."""
+    """Describes y ~ Poisson(exp(u)), where u is drawn from one of K Gaussians by their weights. All are (..., K)."""
 
     @property
     def arg_constraints(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class PoissonLogNormalMixture(UncertainCounts):
 
 
 class _LogProb(torch.autograd.Function):
-    """log p(y) with its derivatives E[y - e^u] and E[(y - e^u)^2 - e^u] / 2 under the integrand, valid for any S."""
+    """Computes log p(y) and its derivatives E[y - e^u] and E[(y - e^u)^2 - e^u] / 2 under the integrand, for any S."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, f: Tensor, s: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from laplace.predictive.queries import Contrasts, Products, Query, Variances
 
 @dataclass(frozen=True)
 class Link:
-    """One approximation of E[inverse link(f)], f ~ N(f, S), and what it needs to know about S.
+    """Approximates E[inverse link(f)], f ~ N(f, S), and says what it needs to know about S.
 
     Attributes:
         apply: Maps the outputs' Gaussian and the `Draws` to use to the mean, (N, K).

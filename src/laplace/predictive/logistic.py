@@ -35,7 +35,7 @@ def expected_sigmoid(f: Tensor, variance: Tensor) -> Tensor:
 
 
 class _Expected(torch.autograd.Function):
-    """E[g(f)] for g the j-th derivative of sigmoid: d/dm is E[g'], and d/dS is E[g''] / 2."""
+    """Computes E[g(f)] for g the j-th derivative of sigmoid: d/dm is E[g'], and d/dS is E[g''] / 2."""
 
     generate_vmap_rule = True
 

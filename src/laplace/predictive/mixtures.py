@@ -21,7 +21,7 @@ _CHUNK = 2**16  # elements drawn at a time, as of one Gaussian
 
 @dataclass(frozen=True)
 class OutputMixture:
-    """A mixture of the output distributions of several members at the same inputs.
+    """Mixes the output distributions of several members at the same inputs.
 
     Attributes:
         members: The distribution of the outputs under each member.

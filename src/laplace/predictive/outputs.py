@@ -20,7 +20,7 @@ _CHUNK = 2**16  # elements drawn at a time: few enough to stay in a processor's 
 
 @dataclass(frozen=True)
 class OutputGaussian:
-    """N(f, S) for each input.
+    """Holds N(f, S) for each input.
 
     Attributes:
         mean: (N, C).
@@ -150,7 +150,7 @@ def _together(f: Tensor, variance: Tensor, roots: Tensor | None, how: Draws) -> 
 
 @dataclass(frozen=True)
 class OutputSamples:
-    """Outputs of several networks: draws from a distribution, or all of its values with their weights.
+    """Holds outputs of several networks: draws from a distribution, or all of its values with their weights.
 
     Attributes:
         samples: (S, N, C).

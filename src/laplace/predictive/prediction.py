@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """A value that is made when it is first asked for. Copies and pickles hold the value, not what makes it."""
+    """Makes a value when it is first asked for. Copies and pickles hold the value, not what makes it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make: Callable[[], T] | None = make
@@ -45,7 +45,7 @@ class Later(Generic[T]):
 
 
 class Prediction(Summaries):
-    """p(y given x, data): the predictive distribution at N inputs.
+    """Holds p(y given x, data): the predictive distribution at N inputs.
 
     `len(prediction)` is N, `prediction[3]`, `prediction[:5]` and `prediction[mask]` are predictions of some inputs, and
     `np.asarray(prediction)` is the mean.

@@ -19,7 +19,7 @@ from laplace.predictive.tables import levels_of
 
 
 class Run(Protocol):
-    """A run of the network, of which only the positions of its outputs are used here."""
+    """Defines a run of the network, of which only the positions of its outputs are used here."""
 
     @property
     def positions(self) -> Positions: ...
@@ -85,7 +85,7 @@ class Reshaper:
 
 
 class PredictionAtPositions(Summaries):
-    """p(y given x, data) in the shape of the network's outputs, with the members of `Prediction`.
+    """Holds p(y given x, data) in the shape of the network's outputs, with the members of `Prediction`.
 
     The distribution of the outputs f is in `rows.outputs`.
 

@@ -21,7 +21,7 @@ from laplace.predictive.prediction import Later, Prediction
 
 
 class Response(ABC):
-    """From N(f, S), or draws of f, to p(y given x).
+    """Leads from N(f, S), or draws of f, to p(y given x).
 
     If there are `links`, predictions are the mean of `inverse_link(f)` through one of them. If there are none, they are
     the mean and covariance of the outputs themselves.

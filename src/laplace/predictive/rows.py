@@ -29,7 +29,7 @@ MOST: Final = 16  # outputs: with more of them, calling an operation is not what
 
 
 class RowForm(ABC):
-    """A link for one row of finite numbers."""
+    """Applies a link to one row of finite numbers."""
 
     @abstractmethod
     def terms(self, matrix: Array) -> Array:  # (..., C) -> (..., C)
@@ -41,7 +41,7 @@ class RowForm(ABC):
 
 
 class ProbitRow(RowForm):
-    """softmax(f / sqrt(1 + pi/8 v)), of pi/8 v."""
+    """Computes softmax(f / sqrt(1 + pi/8 v)), of pi/8 v."""
 
     def terms(self, matrix: Array) -> Array:
         return matrix * (math.pi / 8)
@@ -54,7 +54,7 @@ class ProbitRow(RowForm):
 
 
 class OneVsRestRow(RowForm):
-    """The integral of `one_vs_rest`, of the variances u of independent outputs.
+    """Computes the integral of `one_vs_rest`, of the variances u of independent outputs.
 
     Args:
         c: the number of classes.

@@ -187,6 +187,10 @@ class Prior(NamedOptions, ABC):
         """
         return cls(**{key: value for key, value in state.items() if key != "kind"})
 
+    def restored(self, state: Mapping[str, Any], layout: Layout) -> Prior:
+        """Return this prior with the values of `state`: for classes whose code is not in files."""
+        return self.from_state(state, layout)
+
     def __repr__(self) -> str:
         values = ", ".join(f"{key}={shown_values(value)}" for key, value in self.hyperparameters.items())
         return f"{type(self).__name__}({values})"

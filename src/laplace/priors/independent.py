@@ -62,10 +62,6 @@ class Independent(Prior):
     def hyperparameters(self) -> dict[str, Tensor]:
         return dict(self._values)
 
-    @property
-    def tuned(self) -> tuple[str, ...]:
-        return ("scale",)
-
     def with_hyperparameters(self, **values: Tensor | float) -> Self:
         require_known(self, list(values))
         return self._with(self._values | {name: _checked(value, name) for name, value in values.items()}, self.mean)
@@ -114,6 +110,10 @@ class Independent(Prior):
     def state(self, layout: Layout) -> dict[str, Any]:
         return super().state(layout) | {"mean": self.mean.detach().clone()}
 
+    def restored(self, state: Mapping[str, Any], layout: Layout) -> Self:
+        values = {name: value for name, value in state.items() if name not in ("kind", "mean")}
+        return self.with_hyperparameters(**values).with_mean(state["mean"])
+
     def _with(self, values: dict[str, Tensor], mean: Tensor) -> Self:
         other = copy.copy(self)
         other._values, other.mean = values, mean
@@ -147,6 +147,10 @@ class StudentT(Independent):
     def __init__(self, df: Tensor | float = 4.0, scale: Tensor | float = 1.0, mean: Tensor | float = 0.0) -> None:
         super().__init__({"df": df, "scale": scale}, mean)
 
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        return ("scale",)
+
     def log_each(self, u: Tensor, **values: Tensor) -> Tensor:
         df, scale = values["df"], values["scale"]
         norm = torch.lgamma((df + 1) / 2) - torch.lgamma(df / 2) - 0.5 * (math.pi * df).log() - scale.log()
@@ -179,6 +183,10 @@ class SmoothedLaplace(Independent):
         self, scale: Tensor | float = 1.0, smoothing: Tensor | float = 0.01, mean: Tensor | float = 0.0
     ) -> None:
         super().__init__({"scale": scale, "smoothing": smoothing}, mean)
+
+    @property
+    def tuned(self) -> tuple[str, ...]:
+        return ("scale",)
 
     def log_each(self, u: Tensor, **values: Tensor) -> Tensor:
         scale, smoothing = values["scale"], values["smoothing"]

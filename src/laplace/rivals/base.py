@@ -46,7 +46,7 @@ class Options:
 
 
 class Rival(ABC):
-    """A source of outputs that predicts as `Laplace` does. Base of `Ensemble`, `Mixture`, `MCDropout` and `SWAG`.
+    """Predicts as `Laplace` does, from any source of outputs. Base of `Ensemble`, `Mixture`, `MCDropout` and `SWAG`.
 
     Args:
         options: what the outputs mean, and how inputs are read.

@@ -27,7 +27,7 @@ _ALPHA = -1.7580993408473766  # what alpha dropout sets units to: minus the prod
 
 
 class MCDropout(Members):
-    """One network that was trained with dropout, averaged over dropout masks.
+    """Averages one network that was trained with dropout over dropout masks.
 
     Everything but the dropout layers (`nn.Dropout`, `nn.Dropout2d`, `nn.AlphaDropout`, ...) runs in eval mode.
 

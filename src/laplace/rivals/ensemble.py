@@ -22,7 +22,7 @@ from laplace.spec import checked_before
 
 
 class Ensemble(Members):
-    """Several trained networks, of any architectures, whose predictions are averaged.
+    """Averages the predictions of several trained networks, of any architectures.
 
     Classes and labels: p(y) = sum_k w_k softmax(f_k / T). The epistemic part is the mutual information of y and the
     network. Regression: the normal with the mean sum_k w_k f_k, and with the variance between the networks plus the

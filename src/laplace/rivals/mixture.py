@@ -27,14 +27,14 @@ from laplace.spec import checked_before
 
 
 class Member(Source, Protocol):
-    """A source with a network: a fitted `Laplace`, or any rival."""
+    """Defines a source with a network: a fitted `Laplace`, or any rival."""
 
     @property
     def model(self) -> nn.Module: ...
 
 
 class Mixture(Rival):
-    """Several fitted `Laplace` objects, or other sources, whose predictions are averaged.
+    """Averages the predictions of several fitted `Laplace` objects, or other sources.
 
     Classes and labels: p(y) = sum_k w_k E[softmax(f)], f ~ N(f_k, S_k), through the same link for all members. The
     epistemic part is the mutual information of y and both, the member and its weights. Regression: the normal with the

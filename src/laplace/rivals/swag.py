@@ -33,7 +33,7 @@ from laplace.weights.selection import trainable_of
 
 
 class SWAG(Members):
-    """A Gaussian over all trainable weights, diagonal plus low rank, from the iterates of SGD.
+    """Puts a Gaussian over all trainable weights, diagonal plus low rank, from the iterates of SGD.
 
     Collect iterates in a training loop of your own, at a constant and rather large learning rate, or with `run`; then
     `draw` the networks that predictions average over.

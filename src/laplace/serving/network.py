@@ -20,7 +20,7 @@ _HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")  # not tho
 
 
 class PassedLinear(nn.Linear):
-    """A linear layer that keeps its weights and returns its input."""
+    """Keeps the weights of a linear layer and returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
@@ -28,7 +28,7 @@ class PassedLinear(nn.Linear):
 
 
 class PassedConv1d(nn.Conv1d):
-    """A convolution that keeps its weights and returns its input."""
+    """Keeps the weights of a convolution and returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
@@ -36,7 +36,7 @@ class PassedConv1d(nn.Conv1d):
 
 
 class PassedConv2d(nn.Conv2d):
-    """A convolution that keeps its weights and returns its input."""
+    """Keeps the weights of a convolution and returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
@@ -44,7 +44,7 @@ class PassedConv2d(nn.Conv2d):
 
 
 class PassedConv3d(nn.Conv3d):
-    """A convolution that keeps its weights and returns its input."""
+    """Keeps the weights of a convolution and returns its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""

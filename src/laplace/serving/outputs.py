@@ -41,7 +41,7 @@ def fixed_noise(n: int, c: int, like: Tensor, seed: int) -> Tensor:  # (S, C)
 
 @dataclass(frozen=True)
 class FixedOutputs(OutputGaussian):
-    """N(f, S) for each input, from a posterior that was checked when it was fixed."""
+    """Holds N(f, S) for each input, from a posterior that was checked when it was fixed."""
 
     def __post_init__(self) -> None:
         """Check nothing: NaN and infinite inputs give NaN."""

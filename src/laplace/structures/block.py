@@ -15,7 +15,7 @@ from laplace.structures.gaussian import Traces
 
 
 class BlockGaussian(ABC):
-    """N(0, precision^-1) over the p weights of one tensor.
+    """Defines N(0, precision^-1) over the p weights of one tensor.
 
     Attributes:
         independent: whether the weights are independent of each other.

@@ -18,7 +18,7 @@ Traces = tuple[Tensor, Tensor]
 
 
 class Gaussian(ABC):
-    """N(0, precision^-1) over all uncertain weights, precision = s H + D. Differentiable in s and D.
+    """Defines N(0, precision^-1) over all uncertain weights, precision = s H + D. Differentiable in s and D.
 
     Attributes:
         blockwise: whether weights of different tensors are independent. If so, `la.posterior_precision` builds the

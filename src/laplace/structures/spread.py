@@ -276,7 +276,10 @@ def _total(own: Tensor | None, owners: Owners, like: Tensor) -> Tensor:
 
 
 def _into_blocks(scale: Tensor, precision: Sequence[Any], ranks: Ranks) -> tuple[Tensor, Sequence[Any], Tensor]:
-    """Return s and D as before. Their gradients are those of all ranks' blocks; so is that of the third value, 0."""
+    """Return s and D with gradients that are summed over all ranks, and a zero that is to be added to the evidence.
+
+    The zero makes every rank take part in the backward pass, also one without a block.
+    """
     if not all(isinstance(d, Tensor) for d in precision):
         raise UnsupportedError(
             "the evidence of a posterior whose factors stay on their ranks (shard_factors=True) has gradients by prior "

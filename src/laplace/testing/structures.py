@@ -295,7 +295,8 @@ class StructureConformance:
     def test_fits_on_two_halves_add_up_to_the_whole(self) -> None:
         """Check that sums of two halves add up, or that adding data is refused.
 
-        Drawn curvature depends on the places of the examples in the data, which differ between a half and the whole.
+        Sums of inputs that are taken without asking `moments.first` fail here. Drawn curvature depends on the places of
+        the examples in the data, which differ between a half and the whole.
         """
         for case in self.cases():
             (x, y), la = case.data, case.la

@@ -12,7 +12,7 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Gain:
-    """By how many nats per example one setting is better than another on the validation data.
+    """Says by how many nats per example one setting is better than another on the validation data.
 
     Attributes:
         mean: The mean difference of the negative log-likelihoods; positive is better.
@@ -33,7 +33,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Calibration:
-    """One setting, and how it does on the validation data.
+    """Describes one setting, and how it does on the validation data.
 
     Attributes:
         name: 'network', 'rescaled', 'before', 'best' or 'chosen'; 'profile' for a row of `Calibrated.profile`.

@@ -31,7 +31,7 @@ GROUPS = ("scalar", "layerwise", "diag")
 
 
 class Tunable(Protocol):
-    """A posterior whose hyperparameters can be set.
+    """Defines a posterior whose hyperparameters can be set.
 
     Attributes:
         prior: over the weights.

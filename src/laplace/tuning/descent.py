@@ -22,7 +22,7 @@ _DAMPINGS = (2.0**-8, 2.0**-4, 2.0**-2, 1.0, 4.0)  # of Newton's step, relative 
 
 
 class Descent:
-    """One descent: its point, its score, and the size of its stencil."""
+    """Holds one descent: its point, its score, and the size of its stencil."""
 
     def __init__(self, x: Tensor, value: float, spacing: Tensor, low: Tensor, high: Tensor) -> None:  # (K,) each
         self.x, self.value, self.first, self.low, self.high = x, value, spacing, low, high

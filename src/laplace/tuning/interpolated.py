@@ -39,7 +39,7 @@ class Interpolated:
 
     @classmethod
     def of(cls, validation: Validation, space: Space) -> Interpolated | None:
-        """Return one if variances of outputs say all: a regression with one output, or with independent ones."""
+        """Return one if output variances determine the score: a regression with one output, or independent ones."""
         posterior, how = space.posterior, validation.how
         fit = posterior.fit
         if (

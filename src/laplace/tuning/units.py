@@ -73,7 +73,7 @@ def chain(model: nn.Module) -> list[str] | None:
 
 
 class Chain(Widening):
-    """A chain x -> Linear -> activation -> ... -> Linear with `units` more units in each hidden layer."""
+    """Runs a chain x -> Linear -> activation -> ... -> Linear with `units` more units in each hidden layer."""
 
     def __init__(self, model: nn.Module, names: list[str], units: int, generator: torch.Generator) -> None:
         self.model, self.units = model, units
@@ -111,7 +111,7 @@ class Chain(Widening):
 
 
 class HeadUnits(Widening):
-    """`units` rectified units beside the last layer's features, which they read."""
+    """Adds `units` rectified units beside the last layer's features, which they read."""
 
     def __init__(self, model: nn.Module, last: FoundLastLayer, units: int, generator: torch.Generator) -> None:
         self.model, self.name, self.layer = model, last.module, last.layer(model)
@@ -131,7 +131,7 @@ class HeadUnits(Widening):
 
 
 class Beside(nn.Module):
-    """phi -> [phi, relu(W phi + b)]."""
+    """Maps phi -> [phi, relu(W phi + b)]."""
 
     def __init__(self, units: Pointwise) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Beside(nn.Module):
 
 
 class Widened(nn.Sequential):
-    """New units beside the features, then the last layer. It can be read like the layer that it replaces.
+    """Puts new units beside the features, then the last layer. It can be read like the layer that it replaces.
 
     Networks read `head.weight.dtype` or `head.in_features`; they get those of the old features.
     """

@@ -26,7 +26,7 @@ _OUT = ("out_proj.weight", "out_proj.bias")
 
 
 class Attention(Rule):
-    """Linear maps of every call: the in-projections and the out-projection."""
+    """Opens every call into its linear maps: the in-projections and the out-projection."""
 
     name, opens, below = "attention", True, _OUT
 
@@ -100,7 +100,7 @@ def _heads(module: nn.MultiheadAttention, t: Tensor) -> Tensor:  # (N, T, E) or 
 
 
 def _mask(q: Tensor, mask: Tensor | None, padding: Tensor | None, causal: bool) -> tuple[Tensor | None, bool]:
-    """Return what is added to the scores, (N or 1, heads or 1, T, S), or None and that the mask is causal."""
+    """Return the mask that is added to the scores, (N or 1, heads or 1, T, S), and whether to use a causal one."""
     if causal:
         return None, True
     if mask is not None:

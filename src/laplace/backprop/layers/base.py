@@ -43,7 +43,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module on a batch of n examples."""
+    """Holds one call of a module on a batch of n examples."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Inner:
-    """Linear maps inside an opened module: their inputs and outputs, and the parameters that they use."""
+    """Holds the linear maps inside an opened module: their inputs and outputs, and the parameters that they use."""
 
     part: str
     inputs: tuple[Tensor, ...]

@@ -16,7 +16,7 @@ _WIDE = 2048  # with more products of features, their second moments are not kep
 
 
 class Bilinear(Rule):
-    """G_W = sum over positions of g (x1 (x) x2)^T; G_b = sum of g."""
+    """Computes G_W = sum over positions of g (x1 (x) x2)^T; G_b = sum of g."""
 
     name = "bilinear"
 

@@ -28,7 +28,7 @@ _WEIGHT_GRADIENTS: Final = {3: grad.conv1d_weight, 4: grad.conv2d_weight, 5: gra
 
 
 class Conv(Rule):
-    """G_W = sum over positions of g patch^T, per group; G_b = sum of g."""
+    """Computes G_W = sum over positions of g patch^T, per group; G_b = sum of g."""
 
     name = "conv"
 
@@ -56,7 +56,7 @@ class Conv(Rule):
 
 
 class Patches(Activations):
-    """Activations that are patches under the kernel, unfolded for some examples at a time.
+    """Unfolds activations that are patches under the kernel, for some examples at a time.
 
     Where a convolution does the same, nothing is unfolded: Q^T a is a convolution whose kernels are the columns of Q,
     and sum_t g a^T is the gradient of a convolution in its weight, with one group for each example.

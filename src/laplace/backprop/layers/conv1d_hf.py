@@ -13,7 +13,7 @@ from laplace.backprop.uses import Use
 
 
 class Conv1D(Rule):
-    """G_W = sum over positions of a g^T; G_b = sum of g."""
+    """Computes G_W = sum over positions of a g^T; G_b = sum of g."""
 
     name = "conv1d of transformers"
 

@@ -20,7 +20,7 @@ from laplace.backprop.uses import Use
 
 
 class ConvTranspose(Rule):
-    """G_W = sum over input positions of a patch^T, per group; G_b = sum of g."""
+    """Computes G_W = sum over input positions of a patch^T, per group; G_b = sum of g."""
 
     name = "conv transpose"
 

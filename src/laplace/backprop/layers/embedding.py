@@ -16,7 +16,7 @@ from laplace.backprop.uses import Use
 
 
 class Embedding(Rule):
-    """G[v] = sum of g over the positions of token v, and zero at `padding_idx`."""
+    """Computes G[v] = sum of g over the positions of token v, and zero at `padding_idx`."""
 
     name = "embedding"
 
@@ -29,7 +29,7 @@ class Embedding(Rule):
 
 
 class EmbeddingBag(Rule):
-    """Gradients for bags of tokens, summed with weights or averaged, given as rows or with offsets."""
+    """Computes gradients for bags of tokens, summed with weights or averaged, given as rows or with offsets."""
 
     name = "embedding bag"
 

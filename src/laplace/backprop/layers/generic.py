@@ -25,7 +25,7 @@ from laplace.network.replica import call_with
 
 
 class Generic(Rule):
-    """G[k, n] by a vector-Jacobian product of the owning module at example n."""
+    """Computes G[k, n] by a vector-Jacobian product of the owning module at example n."""
 
     name = "generic"
 
@@ -131,7 +131,7 @@ def _inner(outputs: list[Tensor], gs: list[Tensor]) -> Tensor:
 
 
 class WholeNetwork(Generic):
-    """A generic rule at the root: the network itself, run on one example of its inputs."""
+    """Applies a generic rule at the root: the network itself, run on one example of its inputs."""
 
     name = "generic, whole network"
     whole = True

@@ -11,7 +11,7 @@ from laplace.backprop.uses import Use
 
 
 class Linear(Rule):
-    """G_W = sum over positions of g a^T; G_b = sum of g."""
+    """Computes G_W = sum over positions of g a^T; G_b = sum of g."""
 
     name = "linear"
 

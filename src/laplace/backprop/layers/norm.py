@@ -13,7 +13,7 @@ from laplace.backprop.uses import DenseUse, Use
 
 
 class Norm(Rule):
-    """G_w = sum over positions of g * x_hat; G_b = sum of g."""
+    """Computes G_w = sum over positions of g * x_hat; G_b = sum of g."""
 
     name = "norm"
 

@@ -24,7 +24,7 @@ _KEYS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 class Recurrent(Rule):
-    """G_ih = sum over steps of g x_t^T and G_hh = sum over steps of g h_(t-1)^T, for each layer and direction."""
+    """Computes G_ih = sum over steps of g x_t^T and G_hh = sum over steps of g h_(t-1)^T, per layer and direction."""
 
     name, opens = "recurrent", True
 

@@ -15,7 +15,7 @@ from laplace.errors import ModelError
 
 
 class Given:
-    """Inputs and gradients whose outer products, summed over positions, are a weight's gradient."""
+    """Holds inputs and gradients whose outer products, summed over positions, are a weight's gradient."""
 
     def __init__(self, a: Tensor, g: Tensor) -> None:
         self.a, self.g = a, g
@@ -25,7 +25,7 @@ RuleFunction = Callable[[nn.Module, Tensor, Tensor], Mapping[str, "Tensor | Give
 
 
 class Registered(Rule):
-    """A rule by a user's function, which returns gradients or the two sides of outer products per parameter."""
+    """Calls a user's function, which returns gradients or the two sides of outer products per parameter."""
 
     checked = True
 

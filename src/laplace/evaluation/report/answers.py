@@ -29,7 +29,7 @@ Columns = dict[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Answers:
-    """Predictions of one method at N rows. A row is an example, or one position of an example.
+    """Holds predictions of one method at N rows. A row is an example, or one position of an example.
 
     Columns of all kinds: `epistemic` (N,) and `total` (N,), high where the method is unsure; with labels `nll` (N,).
 

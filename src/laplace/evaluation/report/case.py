@@ -17,7 +17,7 @@ CALIBRATE = "la.calibrate(val_loader)"
 
 @dataclass(frozen=True)
 class Case:
-    """All that a verdict may look at.
+    """Holds all that a verdict may look at.
 
     Attributes:
         la: The posterior.

@@ -15,7 +15,7 @@ _DEEPEST: Final = 60.0  # nats below the best evidence that are shown
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawn figure.
+    """Holds a drawn figure.
 
     Attributes:
         name: Its key, for links and tests.

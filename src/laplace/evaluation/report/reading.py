@@ -42,7 +42,7 @@ _WIDEST = math.log(1000)  # of the search for a scale, on each side of the prese
 
 
 class Reported(Source, Protocol):
-    """A fitted posterior with its network, as `Laplace` is."""
+    """Defines a fitted posterior with its network, as `Laplace` is."""
 
     @property
     def posterior(self) -> Posterior: ...

@@ -23,7 +23,7 @@ _WORK: Final = 2**25  # rows times resamples: with more rows, fewer resamples ar
 
 @dataclass(frozen=True)
 class Estimate:
-    """A score on all examples, and its 95 % bootstrap interval.
+    """Holds a score on all examples, and its 95 % bootstrap interval.
 
     Attributes:
         value: The score.

@@ -20,7 +20,7 @@ Make = Callable[[Answers, int], Weighted]
 
 @dataclass(frozen=True)
 class Score:
-    """One row of the table.
+    """Holds one row of the table.
 
     Attributes:
         label: What it is called.

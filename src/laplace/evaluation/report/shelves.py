@@ -30,7 +30,7 @@ Show = Sequence[str] | Callable[[Any], str]
 
 @dataclass(frozen=True)
 class Shown:
-    """An example as the page shows it: a picture, a text, or the numbers of a row.
+    """Holds an example as the page shows it: a picture, a text, or the numbers of a row.
 
     Attributes:
         picture: A PNG as a data address, or ''.
@@ -47,7 +47,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Placed:
-    """An example on a shelf.
+    """Holds an example on a shelf.
 
     Attributes:
         score: Why it is there; higher is further up.

@@ -20,7 +20,7 @@ Numbers = Sequence[float]
 
 
 class Chart:
-    """A pair of axes to draw on.
+    """Draws on a pair of axes.
 
     Args:
         x: The ends of the horizontal axis.

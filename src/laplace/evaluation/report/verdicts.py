@@ -49,7 +49,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One finding, in words.
+    """States one finding, in words.
 
     Attributes:
         grade: 'bad' (fix it before you rely on the numbers), 'warn', 'good' or 'note'.

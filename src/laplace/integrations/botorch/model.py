@@ -32,7 +32,7 @@ _GIVE_NOISE = "Give the variances as a tensor: observation_noise= (posterior), n
 
 
 class LaplaceModel(Model, FantasizeMixin):
-    """A regression posterior as a BoTorch model. Differentiable in X, whatever `la.enable_backprop` is.
+    """Wraps a regression posterior as a BoTorch model. Differentiable in X, whatever `la.enable_backprop` is.
 
     The posterior is taken as it is: a later change of `la` or its hyperparameters does not reach the model.
 

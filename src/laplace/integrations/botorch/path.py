@@ -22,7 +22,7 @@ class Evaluates(Protocol):
 
 
 class LaplacePath(DeterministicModel):
-    """One function drawn from a `LaplaceModel`, as a deterministic model. Made by `LaplaceModel.path`.
+    """Is one function drawn from a `LaplaceModel`, as a deterministic model. Made by `LaplaceModel.path`.
 
     Args:
         model: The model that it was drawn from.

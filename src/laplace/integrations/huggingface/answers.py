@@ -18,7 +18,7 @@ from laplace.errors import ModelError, OptionError
 
 
 class AnswerTokens(nn.Module):
-    """A language model that answers with one of K tokens: prompts in, (N, K) logits out.
+    """Turns a language model into one that answers with one of K tokens: prompts in, (N, K) logits out.
 
     It shares all tensors with the network, whose head is replaced by the K rows of the answers: no logit of the other
     tokens is computed. The rows are a copy. They are trainable if the head is, and untied from the embedding.

@@ -32,7 +32,7 @@ class UncertainOutput(ModelOutput):
 
 
 class BayesianModel(nn.Module):
-    """A fitted posterior that is called like a model of transformers: `model(**tokens).logits`.
+    """Wraps a fitted posterior to be called like a model of transformers: `model(**tokens).logits`.
 
     `pipeline("text-classification", model=BayesianModel(la), tokenizer=tokenizer)` gives the scores of the predictive.
     With `pipeline_class=UncertainTextClassification` the answers hold the epistemic uncertainty, too.

@@ -53,7 +53,7 @@ class Functional(Structure):
         return self.most
 
     def place(self, subset: Subset, n_data: int, engine: Engine) -> Points:
-        """Return the points to use, from those that were drawn from `n_data` examples: all of them."""
+        """Return the points to use. By default these are all that were drawn from `n_data` examples."""
         return subset.points(n_data, self.n_subset, self.vectors)
 
     def sums(self, moments: Moments, layout: Layout) -> Contribution:
