@@ -153,8 +153,9 @@ def test_networks_without_a_loss_and_pairs_are_taken_as_they_are():
     assert la.loss == pytest.approx(nll(model, batch, batch["labels"]))
     model, batch = made()
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    la = Laplace(model, "classification", hessian_structure="diag").fit([(inputs, batch["labels"])])
-    assert la.loss == pytest.approx(nll(model, batch, batch["labels"]))
+    labels = torch.where(batch["labels"] < 0, -100, (batch["labels"] + 1) % V)  # tags of the tokens, say
+    la = Laplace(model, "classification", hessian_structure="diag").fit([(inputs, labels)])
+    assert la.loss == pytest.approx(nll(model, batch, labels))
 
 
 def test_networks_that_take_no_labels_are_taken_as_they_are():
@@ -177,6 +178,8 @@ def test_a_pair_of_tokens_with_themselves_is_refused():
     ids = batch["input_ids"]
     with pytest.raises(InputError, match=r"batch 0: the labels are the inputs themselves.*x\[:, :-1\], x\[:, 1:\]"):
         Laplace(model, "classification").fit([(ids, ids)])
+    with pytest.raises(InputError, match="batch 0: the labels are the inputs themselves"):
+        Laplace(model, "classification").fit([({"input_ids": ids}, ids)])
     la = Laplace(model, "classification", hessian_structure="diag").fit([(ids[:, :-1], ids[:, 1:])])
     whole = Laplace(model, "classification", hessian_structure="diag").fit([{"input_ids": ids, "labels": ids}])
     assert la.loss == pytest.approx(whole.loss)

@@ -43,6 +43,13 @@ STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # the defaults
     "inducing_steps": 0,
 }
 _NEAR: Final = 0.75  # how like one of our keywords a keyword of the network may be, if no forward names it
+_ELSEWHERE: Final = {  # keywords that are looked for where they are not, and what to write
+    "collate_fn": "DataLoader(dataset, batch_size=32, collate_fn=...), and give that",
+    "outputs": (
+        "Laplace(AnswerTokens(model, token_ids), ...), from laplace.integrations.huggingface, if the logits of some "
+        "tokens alone are meant"
+    ),
+}
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
 
 P = ParamSpec("P")
@@ -368,7 +375,7 @@ class _Call:
     def __init__(
         self, function: Callable[..., Any], owner: str | None = None, instead: Mapping[str, str] | None = None
     ) -> None:
-        self.instead = instead or {}
+        self.instead = _ELSEWHERE | dict(instead or {})
         self.signature = inspect.signature(function)
         parameters = list(self.signature.parameters.values())
         self.known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import laplace
 from laplace import Categorical, Laplace
-from laplace.errors import CheckpointError, InputError, LaplaceWarning, ModelError, NotFittedError, OptionError
+from laplace.errors import ArgumentError, CheckpointError, InputError, LaplaceWarning, ModelError, NotFittedError, OptionError
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -128,6 +129,45 @@ def test_a_trainer_is_fitted_in_order_with_its_collator_and_without_drawing(tmp_
     same = Laplace(model, "classification").fit([padded(examples()[:9]), padded(examples()[9:])])
     assert_close(la.log_marginal_likelihood(), same.log_marginal_likelihood(), rtol=1e-5)
     assert la.tune().score == pytest.approx(same.tune().score, rel=1e-4)  # which reads the data again
+
+
+def test_held_out_data_of_a_trainer_is_its_evaluation_data(tmp_path):
+    trainer = trainer_of(classifier(), tmp_path)
+    la = Laplace(trainer.model, "classification").fit(trainer)
+    held_out = DataLoader(Sentences(examples(30, seed=2)), batch_size=8, collate_fn=padded)
+    assert_close(la.conformal(trainer).threshold(), la.conformal(held_out).threshold(), rtol=1e-5)
+    nll = [laplace.report(la, data, out=None, n_bootstrap=20).score("Laplace", "nll") for data in (trainer, held_out)]
+    assert nll[0] == pytest.approx(nll[1], rel=1e-5)
+    found = la.calibrate(trainer)
+    same = Laplace(trainer.model, "classification").fit(trainer).calibrate(held_out)
+    assert found.n_data == same.n_data == 30
+    assert found.chosen.nll == pytest.approx(same.chosen.nll, rel=1e-5)
+    for missing in (None, {"a": examples(), "b": examples()}):
+        trainer.eval_dataset = missing
+        for call in (la.calibrate, la.conformal, lambda data: laplace.report(la, data)):
+            with pytest.raises(InputError, match=r"training data is not taken.*get_eval_dataloader\(dataset\)"):
+                call(trainer)
+
+
+def test_examples_that_are_no_batch_say_how_they_are_joined():
+    rows = examples()
+    la = Laplace(classifier(), "classification").fit(rows, collate_fn=padded)
+    ids = torch.tensor(rows[1]["input_ids"])
+    for single in (ids, {"input_ids": ids}, rows[1]):
+        with pytest.raises(InputError, match="a single example, but a batch is needed"):
+            la.predict(single)
+    with pytest.raises(InputError, match=r"DataLoader\(examples, batch_size=32, collate_fn=\.\.\.\)"):
+        la.predict(rows[1:2], collate_fn=padded)
+    with pytest.raises(ArgumentError, match=r"no option 'collate_fn'\. Write DataLoader\(dataset"):
+        la.calibrate(rows, collate_fn=padded)
+    with pytest.raises(InputError, match=r"in other calls DataLoader\(examples"):
+        la.calibrate(rows)
+
+
+def test_who_writes_outputs_finds_answer_tokens():
+    for call in (Laplace, lambda model, likelihood, **options: Laplace(model, likelihood).fit(examples(), **options)):
+        with pytest.raises(ArgumentError, match=r"no option 'outputs'\. Write Laplace\(AnswerTokens\(model, token_ids\)"):
+            call(decoder(), "classification", outputs=[2, 3])
 
 
 def test_a_trainer_of_another_network_or_loss_is_warned_of(tmp_path):
@@ -344,6 +384,22 @@ def test_the_callback_without_evaluation(tmp_path):
         hf.LaplaceCallback(tune="all")
 
 
+def test_wrong_options_of_the_callback_are_refused_before_training(tmp_path):
+    with pytest.raises(ArgumentError, match="subset_of_weight"):
+        hf.LaplaceCallback(subset_of_weight="all")
+    with pytest.raises(OptionError, match="hessian_structure='krn'"):
+        hf.LaplaceCallback(hessian_structure="krn")
+    model = classifier()
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer = trainer_of(model, tmp_path, [hf.LaplaceCallback(subset_of_weights=["nowhere.*"])])
+    with pytest.raises(OptionError, match="nowhere"):
+        trainer.train()
+    trainer = trainer_of(transformers.DistilBertModel(model.config), tmp_path, [hf.LaplaceCallback()])
+    with pytest.raises(OptionError, match="the likelihood of a DistilBertModel is not known"):
+        trainer.train()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def test_the_likelihood_is_read_from_the_model():
     from laplace.integrations.huggingface.likelihood import likelihood_of
 
@@ -375,6 +431,11 @@ def test_a_pipeline_gives_the_scores_of_the_predictive(kind, tokenizer):
             assert own["score"] == pytest.approx(float(p[i]), rel=1e-4)
             (own,) = (each for each in with_doubt if each["label"] == f"LABEL_{i}")
             assert own["epistemic"] == pytest.approx(float(doubt[i] if doubt.dim() else doubt), rel=1e-4)
+    if kind == "multilabel":  # the likelihood says so where the configuration does not
+        model.config.problem_type = None
+        (again,) = transformers.pipeline("text-classification", **options | {"model": hf.BayesianModel(la)})(texts[:1])
+        assert again == plain(texts[:1])[0]
+        assert model.config.problem_type is None
     (one,) = transformers.pipeline(
         "text-classification", model=wrapped, tokenizer=tokenizer, pipeline_class=hf.UncertainTextClassification
     )(texts[:1])

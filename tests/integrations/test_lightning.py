@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace, Prediction
-from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import InputError, MissingKeyError, ModelError, NotFittedError, OptionError, UnsupportedError
 from laplace.integrations.lightning import LaplaceCallback, LaplaceModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -213,6 +213,10 @@ def test_batches_of_any_form_are_unpacked(tmp_path):
     la.tune()
     la.calibrate((x[:40], y[:40]))
     torch.testing.assert_close(callback.laplace(x), la(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(MissingKeyError, match=r"'labels'.*unpack=lambda batch"):
+        trainer(tmp_path, LaplaceCallback("classification")).fit(Named(), loader)
+    with pytest.raises(ModelError, match=r"unpack=lambda batch"):
+        trainer(tmp_path).predict(LaplaceModule(callback.laplace), loader)
     parts = trainer(tmp_path).predict(LaplaceModule(callback.laplace, unpack=pair), loader)
     torch.testing.assert_close(Prediction.cat(parts).mean, callback.laplace.predict(x[:40]).mean)
     with pytest.raises(OptionError, match=r"unpack='image' must be a function of a batch that returns \(x, y\)"):
@@ -241,6 +245,21 @@ def test_the_network_and_its_trainer_are_left_alone(tmp_path):
     assert lit.trainer is run
     assert callback.laplace.model.net is lit.net
     assert callback.laplace.model._trainer is None
+
+
+def test_several_validation_loaders_are_refused_before_training(tmp_path):
+    class Twice(Classifier):
+        def validation_step(self, batch, _, dataloader_idx=0):
+            self.training_step(batch, _)
+
+    model, loader = Twice(), DataLoader(TensorDataset(*data()), 16)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(InputError, match=r"several validation loaders.*\.fit\(loader\)\.calibrate"):
+        trainer(tmp_path, LaplaceCallback("classification")).fit(model, loader, [loader, loader])
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    callback = LaplaceCallback("classification", calibrate=False)
+    trainer(tmp_path, callback).fit(model, loader, [loader, loader])
+    assert callback.laplace.n_data == 60
 
 
 def test_bad_use_is_said(tmp_path):

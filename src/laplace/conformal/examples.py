@@ -13,10 +13,9 @@ from laplace.inference.predict import predict
 from laplace.inference.source import Source
 from laplace.likelihoods.base import check_range, class_indices, shaped_like_outputs
 from laplace.network.arrays import as_tensors
-from laplace.network.datasets import loader_of
 from laplace.network.graphs import is_graph, labels_in
 from laplace.network.inputs import Keys
-from laplace.network.loaders import ArrayBatches, dataloader_of, is_pair
+from laplace.network.loaders import ArrayBatches, held_out_batches, is_pair
 from laplace.network.progress import with_bar
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.reshape import PredictionAtPositions
@@ -28,8 +27,7 @@ def labelled(
     source: Source, data: Any, options: dict[str, Any], progress_bar: bool | None
 ) -> Iterator[tuple[Prediction, Tensor]]:
     """Yield the prediction and the labels of each batch of a loader, or of whole data (x, y), in rows."""
-    data = dataloader_of(data, "val")
-    loader = ArrayBatches(*data) if is_pair(data) else loader_of(data)
+    loader = ArrayBatches(*data) if is_pair(data) else held_out_batches(data)
     if isinstance(loader, Tensor) or not hasattr(loader, "__iter__"):
         raise InputError(
             f"a {type(data).__name__} has no labels. Give a loader of batches (x, y), or write conformal(x, y=y)."

@@ -59,8 +59,9 @@ def are_shifted(
 
 def refuse_tokens_themselves(batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None) -> None:
     """Refuse a pair (tokens, the same tokens as labels) if the network predicts the next tokens."""
-    if _equal(batch.y, batch.inputs.x) and _network_shifts(batch, model, likelihood, class_dim, lambda _: None):
-        keys = batch.inputs.keys
+    x, keys = batch.inputs.x, batch.inputs.keys
+    tokens = x.get(keys.x) if isinstance(x, Mapping) else x
+    if _equal(batch.y, tokens) and _network_shifts(batch, model, likelihood, class_dim, lambda _: None):
         raise InputError(
             f"batch {batch.index}: the labels are the inputs themselves, and this network's own loss shifts them: each "
             "logit predicts the next token. Labels in a pair are not shifted: write (x[:, :-1], x[:, 1:]), or a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -271,7 +271,8 @@ class Runner:
     def _refuse_if_single(self, inputs: Inputs, fit: Fit, error: Exception | None) -> None:
         """Refuse inputs that lack one dimension, if the network runs with a batch dimension added."""
         dims = dims_of(inputs)
-        if not dims or (self.dims is not None and dims != tuple(d - 1 for d in self.dims)):
+        comparable = self.dims is not None and (error is None or len(dims) == len(self.dims))
+        if not dims or (comparable and dims != tuple(d - 1 for d in self.dims or ())):
             return
         try:
             singles = inputs.singles()
@@ -280,9 +281,12 @@ class Runner:
         except Exception:  # whatever a network may raise
             return
         if found.n == 1 and found.c == fit.n_outputs:
+            write = "x[0:1] instead of x[0], or x.unsqueeze(0)"
+            if isinstance(inputs.x, Mapping):
+                write = "{key: value.unsqueeze(0) for key, value in x.items()}; for a data set of examples, give "
+                write += "DataLoader(examples, batch_size=32, collate_fn=...) with the collator of the fit"
             raise InputError(
-                f"x is {described(inputs.x, {})}: a single example, but a batch is needed. Write x[0:1] instead of "
-                "x[0], or x.unsqueeze(0)."
+                f"x is {described(inputs.x, {})}: a single example, but a batch is needed. Write {write}."
             ) from error
 
     # ---- whether it is still the same ----------------------------------------------------------------------------

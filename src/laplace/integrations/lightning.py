@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from laplace.checks import flag, path_of, shown
-from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import InputError, MissingKeyError, ModelError, NotFittedError, OptionError, UnsupportedError
+from laplace.integrations.options import require_options
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 
@@ -37,8 +39,6 @@ else:
         ) from error
 
 __all__ = ["LaplaceCallback", "LaplaceModule"]
-
-_OF_NETWORK = ("subset_of_weights", "subnetwork_indices", "last_layer_name")  # which only the network can tell
 
 
 class LaplaceCallback(Callback):
@@ -81,8 +81,7 @@ class LaplaceCallback(Callback):
         self.path = None if path is None else path_of(path, "path")
         self.laplace_options = laplace_options
         self.unpack = _function_or_none(unpack)
-        known = {name: value for name, value in laplace_options.items() if name not in _OF_NETWORK}
-        Laplace(nn.Linear(1, 1), likelihood, **known)  # wrong options are refused before training
+        require_options(likelihood, laplace_options)
         self.tuned: Tuned | None = None
         self.calibrated: Any = None
         self._laplace: Laplace | None = None
@@ -108,6 +107,17 @@ class LaplaceCallback(Callback):
         _require_one_process(trainer)
         self._network(pl_module)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse several loaders before the first batch. Lightning calls it.
+
+        Args:
+            trainer: The Trainer, whose loaders are there now.
+            pl_module: Not used.
+        """
+        _one(trainer.train_dataloader, "training")
+        if self.calibrate and not _is_none(trainer.val_dataloaders):
+            _one(trainer.val_dataloaders, "validation")
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, tune, calibrate and save. Lightning calls it.
 
@@ -117,7 +127,8 @@ class LaplaceCallback(Callback):
         """
         _require_one_process(trainer)
         la = Laplace(self._network(pl_module), self.likelihood, **self.laplace_options)
-        la.fit(_unpacked(_one(trainer.train_dataloader, "training"), self.unpack))
+        with _told_of_unpack(self.unpack):
+            la.fit(_unpacked(_one(trainer.train_dataloader, "training"), self.unpack))
         if self.tune is not None:
             self.tuned = la.tune(method=self.tune)
         validation = _validation_data(trainer) if self.calibrate else None
@@ -185,7 +196,8 @@ class LaplaceModule(LightningModule):
         """
         if self.unpack is not None:
             return self.la.predict(self.unpack(batch)[0], **self.options)
-        return self.la.predict([batch], **self.options)
+        with _told_of_unpack(None):
+            return self.la.predict([batch], **self.options)
 
 
 class _Unpacked:
@@ -199,6 +211,20 @@ class _Unpacked:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+@contextmanager
+def _told_of_unpack(unpack: Any) -> Iterator[None]:
+    """Add to errors about batches that `unpack` takes them apart, if it was not given."""
+    try:
+        yield
+    except (InputError, MissingKeyError, ModelError) as error:
+        if unpack is not None or type(error) not in (InputError, MissingKeyError, ModelError):
+            raise
+        raise type(error)(
+            f"{error} If training_step takes its batches apart, say how: unpack=lambda batch: (batch['image'], "
+            "batch['label']). The network itself keeps its trained weights."
+        ) from error.__cause__
 
 
 def _unpacked(loader: Any, unpack: Callable[[Any], tuple[Any, Any]] | None) -> Any:
@@ -245,7 +271,9 @@ def _one(loader: Any, what: str) -> Any:
     if loader is None or isinstance(loader, (list, tuple, Mapping)):
         came = "no" if loader is None else "several"
         raise InputError(
-            f"the Trainer has {came} {what} loaders; LaplaceCallback needs one. Call la.fit(...) yourself."
+            f"the Trainer has {came} {what} loaders; LaplaceCallback needs one. Leave the callback out, and after "
+            f"training write Laplace(model, ...).fit(loader){'.calibrate(loader)' if what == 'validation' else ''} with "
+            "the one that is meant."
         )
     return loader
 

@@ -75,7 +75,8 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
     if isinstance(batch, Mapping) and (isinstance(y, numbers.Number) or (isinstance(y, Tensor) and not y.dim())):
         raise InputError(
             f"batch {index} is a mapping with the one label {shown(y)}: a single example. Examples are joined to "
-            "batches by a collator: write la.fit(examples, collate_fn=...), such as a data collator of transformers."
+            "batches by a collator, such as a data collator of transformers: write la.fit(examples, collate_fn=...), "
+            "or in other calls DataLoader(examples, batch_size=32, collate_fn=...)."
         )
     for what, value in {"labels": y, **given}.items():
         if not isinstance(value, Tensor):

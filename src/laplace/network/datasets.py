@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -50,6 +50,23 @@ def loader_of(
     if callable(getattr(data, "get_train_dataloader", None)):
         return _training_data_of(data)
     return data
+
+
+def held_out_of(data: Any) -> Any:
+    """Return batches of data that was not trained on: of a trainer of transformers, its evaluation data.
+
+    A dataset of single examples is joined to batches by torch's collator; anything else is returned as it is.
+    """
+    if not callable(getattr(data, "get_eval_dataloader", None)):
+        return loader_of(data) if _is_dataset(data, False) else data
+    given = getattr(data, "eval_dataset", None)
+    if given is None or isinstance(given, Mapping):
+        came = "no eval_dataset" if given is None else f"several evaluation datasets, {', '.join(map(str, given))}"
+        raise InputError(
+            f"this {type(data).__name__} has {came}, and its training data is not taken where held-out data is needed. "
+            "Write trainer.get_eval_dataloader(dataset) with the dataset that is meant."
+        )
+    return in_order(data.get_eval_dataloader())
 
 
 def in_order(loader: Iterable[Any]) -> Iterable[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace.checks import shown, whole_number
 from laplace.errors import InputError, OptionError
 from laplace.network.arrays import is_array, numbers_in
-from laplace.network.datasets import loader_of
+from laplace.network.datasets import held_out_of, loader_of
 from laplace.network.pytree import map_leaves
 
 BATCH_SIZE = 128  # examples at a time, if whole arrays are given and nobody said how many
@@ -95,13 +95,18 @@ def dataloader_of(data: Any, stage: str) -> Any:
     try:
         loader = make()
     except Exception as error:  # Lightning's own error for a method that is not there, or one of the user's code
-        raise InputError(f"{name} failed: {error}") from error
+        raise InputError(f"{name} failed: {str(error) or repr(error)}") from error
     if isinstance(loader, (list, tuple, Mapping)) or hasattr(loader, "flattened"):
         raise InputError(
             f"{name} gives {type(loader).__name__} of several loaders; pass the one that is meant instead of the "
             "DataModule."
         )
     return loader
+
+
+def held_out_batches(data: Any) -> Any:
+    """Return batches of data that was not trained on, of a DataModule, a trainer, a dataset, or as they came."""
+    return held_out_of(dataloader_of(data, "val"))
 
 
 def is_pair(loader: Any) -> bool:

@@ -19,7 +19,7 @@ from laplace.likelihoods.base import Targets
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws
 from laplace.network.batches import training_batches
-from laplace.network.loaders import dataloader_of
+from laplace.network.loaders import held_out_batches
 from laplace.predictive.links import Link
 from laplace.predictive.mixtures import Outputs, averaged, joined
 from laplace.predictive.outputs import OutputGaussian
@@ -64,7 +64,7 @@ def rescale(source: Scalable, loader: Any, link_approx: str | None) -> Rescaled:
         raise UnsupportedError(
             f"calibrate divides logits or sets the noise; {likelihood.name!r} has neither. Leave it out."
         )
-    outputs, targets = _held_out(source, dataloader_of(loader, "calibrate"))
+    outputs, targets = _held_out(source, held_out_batches(loader))
     _, how = likelihood.link_of(link_approx)
     draws = Draws(100, torch.Generator().manual_seed(0))
     n = float(targets.total(torch.ones(len(outputs.mean), dtype=torch.float64, device=outputs.mean.device)))

@@ -19,6 +19,7 @@ from laplace.evaluation.calibration import binned
 from laplace.inference.linearised import through_link
 from laplace.inference.settings import require_same_settings
 from laplace.linalg.autocast import plainly
+from laplace.network.loaders import held_out_batches
 from laplace.posterior.posterior import Posterior
 from laplace.posterior.task_prior import CurvedPrior
 from laplace.predictive.links import Link
@@ -107,6 +108,7 @@ def calibrate(
         flag(hyperprior, "hyperprior"),
         flag_or_none(progress_bar, "progress_bar"),
     )
+    val_loader = held_out_batches(val_loader)
     reduce = reduce_to_calibrate(group, val_loader, "la.calibrate")
     posterior, how = la.posterior.detached(), _how(la, link_approx, ood_loader, ood_weight)
     if not isinstance(posterior.prior, GaussianPrior):

@@ -20,7 +20,7 @@ from laplace.inference.runner import Runner
 from laplace.inference.shared import divided
 from laplace.likelihoods import Targets
 from laplace.network.batches import prediction_batches
-from laplace.network.loaders import dataloader_of
+from laplace.network.loaders import held_out_batches
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
 from laplace.tuning import loo
@@ -263,7 +263,7 @@ def validation_of(
     reduce: Reduce = alone,
 ) -> Validation:
     """Return an object that scores posteriors on a loader, and on inputs from outside the distribution."""
-    loader = dataloader_of(loader, "val")
+    loader = held_out_batches(loader)
     places = None
     if la.posterior.fit.owners is not None:
         _require_undivided(loader, ood_loader)

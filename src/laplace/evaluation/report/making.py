@@ -24,9 +24,9 @@ from laplace.evaluation.report.reading import (
     Reading,
     Reported,
     Scale,
-    batches_of,
     first_of,
     found_scale,
+    training_batches_of,
 )
 from laplace.evaluation.report.scores import measure, point_values, scores_of, too_many
 from laplace.evaluation.report.shelves import OUTSIDE, SHELVES, Shelves, Show, facts_of
@@ -264,7 +264,7 @@ class Maker:
         """Score some of the training data, and find out which test examples are among it."""
         identity, runner = Identity(), self.la.runner
         try:
-            loader = batches_of(train)
+            loader = training_batches_of(train)
             if isinstance(loader, Iterator):
                 raise InputError("the training loader can be read once only; give a DataLoader or a list of batches.")
             for batch in runner.batches(loader, self.bar, "training"):

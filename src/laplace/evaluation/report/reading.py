@@ -27,8 +27,7 @@ from laplace.inference.targets import checked, labelled_rows
 from laplace.likelihoods import Likelihood
 from laplace.network.arrays import as_tensors, is_array
 from laplace.network.batches import Batch, device_of, prediction_batches
-from laplace.network.datasets import loader_of
-from laplace.network.loaders import BATCH_SIZE, ArrayBatches, dataloader_of, is_pair
+from laplace.network.loaders import BATCH_SIZE, ArrayBatches, held_out_batches, is_pair, training_data
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.positions import Positions
 from laplace.predictive.prediction import Prediction
@@ -204,10 +203,13 @@ class Reader:
 
 
 def batches_of(data: Any) -> Any:
-    """Return the batches of what users have: a loader, a DataModule, a dataset, or whole arrays (x, y)."""
-    if is_pair(data):
-        return ArrayBatches(*data)
-    return loader_of(dataloader_of(data, "val"))
+    """Return the batches of held-out data: of a loader, a DataModule, a trainer, a dataset, or whole arrays (x, y)."""
+    return ArrayBatches(*data) if is_pair(data) else held_out_batches(data)
+
+
+def training_batches_of(data: Any) -> Any:
+    """Return the batches of training data, of the same."""
+    return ArrayBatches(*data) if is_pair(data) else training_data(data, True, None, None)[0]
 
 
 def first_of(loader: Iterable[Any], most: int, key: str) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from laplace.checks import choice
 from laplace.errors import InputError
 from laplace.integrations.huggingface.likelihood import likelihood_of
 from laplace.integrations.huggingface.model import BayesianModel
+from laplace.integrations.options import require_options
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.network.datasets import in_order, loader_of
@@ -42,7 +43,8 @@ class LaplaceCallback(TrainerCallback):
         result: the result of tuning or calibration.
 
     Raises:
-        OptionError: `tune` is unknown.
+        OptionError: `tune` is unknown, or an option is wrong.
+        ArgumentError: `Laplace` has no such option.
     """
 
     def __init__(
@@ -56,8 +58,20 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         self.likelihood, self.options = likelihood, options
         self.tune, self.eval_dataset, self.folder = choice(tune, _TUNING, "tune"), eval_dataset, folder
+        require_options("classification" if likelihood is None else likelihood, options)
         self.la: Laplace | None = None
         self.result: Tuned | Calibrated | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse, before training, options that do not fit the network.
+
+        Args:
+            args: not used.
+            state: not used.
+            control: not used.
+            **kwargs: what the trainer has: the model is used.
+        """
+        self._made(kwargs["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fit, tune and save.
@@ -68,9 +82,8 @@ class LaplaceCallback(TrainerCallback):
             control: not used.
             **kwargs: what the trainer has: the model, its data loaders and its tokenizer are used.
         """
-        model, train = kwargs["model"], kwargs["train_dataloader"]
-        likelihood = likelihood_of(model) if self.likelihood is None else self.likelihood
-        la = Laplace(model, likelihood, **self.options).fit(in_order(train))
+        train = kwargs["train_dataloader"]
+        la = self._made(kwargs["model"]).fit(in_order(train))
         held_out = kwargs.get("eval_dataloader")
         if self.eval_dataset is not None:
             held_out = loader_of(self.eval_dataset, train.collate_fn)
@@ -87,3 +100,7 @@ class LaplaceCallback(TrainerCallback):
         if self.folder is not False and state.is_world_process_zero:
             asked = self.folder if isinstance(self.folder, (str, os.PathLike)) else Path(args.output_dir) / "laplace"
             BayesianModel(la).save_pretrained(asked, tokenizer=kwargs.get("processing_class"))
+
+    def _made(self, model: Any) -> Laplace:
+        """Return the posterior of a model, before its fit."""
+        return Laplace(model, likelihood_of(model) if self.likelihood is None else self.likelihood, **self.options)

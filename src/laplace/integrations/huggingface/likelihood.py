@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from laplace.errors import OptionError
 
-_PROBLEMS: Final = {
+PROBLEMS: Final = {  # `problem_type` of a configuration, and its likelihood
     "single_label_classification": "classification",
     "multi_label_classification": "multilabel",
     "regression": "regression",
@@ -21,8 +21,8 @@ def likelihood_of(model: Any) -> str:
     """
     inner = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
     config, name = getattr(inner, "config", None), type(inner).__name__
-    if (problem := getattr(config, "problem_type", None)) in _PROBLEMS:
-        return _PROBLEMS[problem]
+    if (problem := getattr(config, "problem_type", None)) in PROBLEMS:
+        return PROBLEMS[problem]
     if name.endswith(_CLASSES):
         return "classification"
     if name.endswith("ForSequenceClassification"):

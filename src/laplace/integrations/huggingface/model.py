@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from laplace.integrations.huggingface import folder as folders
+from laplace.integrations.huggingface.likelihood import PROBLEMS
 from laplace.laplace import Laplace
 from laplace.likelihoods.bernoulli import Multilabel
 
@@ -37,6 +39,9 @@ class BayesianModel(nn.Module):
     `pipeline("text-classification", model=BayesianModel(la), tokenizer=tokenizer)` gives the scores of the predictive.
     With `pipeline_class=UncertainTextClassification` the answers hold the epistemic uncertainty, too.
 
+    `config` is the network's, with the kind of problem that the likelihood stands for, by which pipelines choose between
+    softmax and sigmoid.
+
     Args:
         la: a fitted posterior of a model of transformers.
         n_samples: the number of draws for epistemic and aleatoric uncertainty.
@@ -50,12 +55,8 @@ class BayesianModel(nn.Module):
         super().__init__()
         _ = la.posterior  # refuses what is not fitted
         self.la, self.model, self.n_samples, self.seed = la, la.model, n_samples, seed
+        self.config = _config_of(la)
         self.eval()
-
-    @property
-    def config(self) -> Any:
-        """Return the configuration of the network."""
-        return getattr(self.model, "config", None)
 
     @property
     def device(self) -> torch.device:
@@ -125,3 +126,12 @@ class BayesianModel(nn.Module):
             CheckpointError: a file is missing or damaged, or the network is another one.
         """
         return cls(folders.load(folder, model))
+
+
+def _config_of(la: Laplace) -> Any:
+    """Return a copy of the network's configuration, with the kind of problem that the likelihood stands for."""
+    config = copy.copy(getattr(la.model, "config", None))
+    meant = {likelihood: problem for problem, likelihood in PROBLEMS.items()}.get(la.likelihood.name)
+    if config is not None and meant is not None:
+        config.problem_type = meant
+    return config
