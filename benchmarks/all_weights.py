@@ -73,6 +73,7 @@ CASES: Final = {
     "mlp-kron": Case("MLP, kron", "digits_mlp", (784,), 4000, 128, "kron", 256, Ceilings(3.5, 2.5, 20, 0.6)),
     "mlp-diag": Case("MLP, diag", "digits_mlp", (784,), 4000, 128, "diag", 256, Ceilings(3.5, 2.5, 20, 0.6)),
     "lenet-kron": Case("LeNet, kron", "lenet", (1, 28, 28), 1500, 128, "kron", 256, Ceilings(3.8, 1.8, 24, 1.0)),
+    "lenet-diag": Case("LeNet, diag", "lenet", (1, 28, 28), 1500, 128, "diag", 256, Ceilings(4.0, 2.0, 24, 1.0)),
     "resnet-kron": Case("ResNet-20, kron", "resnet20", (3, 32, 32), 256, 64, "kron", 64, Ceilings(8.0, 2.2, 36, 1.5)),
 }
 
