@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from laplace.posterior.rows import RowPredictive
 from laplace.posterior.spread import Spread
@@ -39,8 +40,13 @@ class ServedRow:
         watched: list[Watched],
     ) -> None:
         self._predictive, self._wanted, self._watched = predictive, wanted, watched
-        self._weight, self._bias = weight.numpy(), None if bias is None else bias.numpy()
-        self._dtype = weight.dtype
+        self._dtype, self._c = weight.dtype, len(weight)
+        right = predictive.right
+        self._apart = right is None
+        if right is not None:  # one product gives the outputs and the turned features
+            bias = weight.new_zeros(self._c) if bias is None else bias
+            weight, bias = torch.cat([weight, right]), torch.cat([bias, bias.new_zeros(len(right))])
+        self._weight, self._bias = weight, bias
 
     @classmethod
     def of(cls, predictive: Predictive, layer: Any) -> ServedRow | None:
@@ -76,18 +82,14 @@ class ServedRow:
         """Return the wanted parts, (1, C) each. None if they are not finite, or the features have another dtype."""
         if phi.dtype is not self._dtype:
             return None
-        row = phi.numpy()[0]
-        f = self._weight @ row
-        if self._bias is not None:
-            f += self._bias
-        found = self._predictive(f, row)
+        both, c = linear(phi, self._weight, self._bias).numpy()[0], self._c
+        found = self._predictive(both[:c].tolist(), phi.numpy()[0] if self._apart else both[c:])
         if found is None:
             return None
-        parts = {"mean": torch.from_numpy(found[0][None])}
-        if len(found[1]):
-            parts["variance"] = torch.from_numpy(found[1][None])
-        return (
-            parts
-            if len(self._wanted) < 2 or self._wanted[0] == "mean"
-            else {name: parts[name] for name in self._wanted}
-        )
+        mean, variance = found
+        parts = {"mean": torch.from_numpy(mean[None])}
+        if len(variance):
+            parts["variance"] = torch.from_numpy(variance[None])
+        if len(self._wanted) < 2 or self._wanted[0] == "mean":
+            return parts
+        return {name: parts[name] for name in self._wanted}
