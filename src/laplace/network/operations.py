@@ -43,6 +43,7 @@ class Steps:
         self._hooks = [layer.__dict__[name] for layer in layers for name in _FORWARD_HOOKS]
         self._held = [_held(layer) for layer in layers]
         self._inside = [(layer, [*layer._modules.values()]) for layer in layers if type(layer) is nn.Sequential]
+        self.begin_anew = bool(steps) and steps[0][0] in _ANEW  # so that x is neither written to nor passed on
         self.tensors = [t for *_, weight, bias in self._held for t in (weight, bias) if t is not None]
 
     @classmethod
@@ -95,7 +96,7 @@ class Steps:
                     return False
         except (KeyError, RuntimeError, TypeError, ValueError):  # an entry has gone, or is compared to no single answer
             return False
-        return all([kind.forward is forward for kind, forward in self._forwards])
+        return not any(kind.forward is not forward for kind, forward in self._forwards)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return what reaches the last layer; x may be written to."""
@@ -117,6 +118,7 @@ class Line:
     def __init__(self, steps: Steps, last: nn.Linear) -> None:
         self._steps, self._last = steps, last
         self._places = places(steps.tensors)
+        self._clones = not steps.begin_anew
 
     @classmethod
     def of(cls, network: nn.Module, last: nn.Module) -> Line | None:
@@ -125,7 +127,7 @@ class Line:
         return None if steps is None else cls(steps, last)  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the outputs, and the input of the last layer. x may be written to.
+        """Return the outputs, and the input of the last layer, which share no memory with x.
 
         None if a layer is of another kind by now, has hooks or other options, or if a tensor was replaced, moved or
         written to.
@@ -133,7 +135,7 @@ class Line:
         steps, tensors = self._steps, self._last._parameters
         if not steps.are_current():
             return None
-        phi = steps(x)
+        phi = steps(x.clone() if self._clones else x)
         f = functional.linear(phi, tensors["weight"], tensors["bias"])  # type: ignore[arg-type]
         return (f, phi) if places(steps.tensors) == self._places else None
 
@@ -174,7 +176,7 @@ def _unless_hooked(module: nn.Module, known: Callable[[nn.Module], Step]) -> Cal
 
 def _is_called_otherwise(own: Own) -> bool:
     """Return whether a call of a layer is more than its class says."""
-    return any([own[name] for name in _HOOKS]) or "forward" in own or own.get(_CALL) is not None
+    return any(own[name] for name in _HOOKS) or "forward" in own or own.get(_CALL) is not None
 
 
 def _held(layer: nn.Module) -> tuple[nn.Module, Callable[[Own], Any], Any, Tensor | None, Tensor | None]:
@@ -232,5 +234,12 @@ _OPTIONS: Final[Mapping[type[nn.Module], tuple[str, ...]]] = {  # what they read
     nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
     nn.Flatten: ("start_dim", "end_dim"),
 }
+_ANEW: Final = (
+    functional.linear,
+    torch.conv2d,
+    torch.relu,
+    torch.tanh,
+    torch.max_pool2d,
+)  # make a tensor
 _FORWARDS: Final = [(kind, kind.forward) for kind in _KNOWN]  # somebody may put another one there
 _TENSORS: Final = (Tensor, nn.Parameter, type(None))

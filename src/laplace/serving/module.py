@@ -16,7 +16,7 @@ from laplace.checks import LARGEST, choice, shown, whole_number
 from laplace.errors import ModelError, OptionError, UnsupportedError
 from laplace.inference.predict import predict
 from laplace.linalg.autocast import plainly
-from laplace.linalg.tracing import is_plain
+from laplace.linalg.tracing import are_numbers, is_plain
 from laplace.network.inputs import Keys, logits
 from laplace.network.operations import Steps, is_line
 from laplace.predictive.links import Link
@@ -82,13 +82,14 @@ class PredictiveModule(nn.Module):
         plain = isinstance(x, Tensor) and len(further) == 0 and len(named) == 0  # torch.compile knows no `not further`
         network: Any = self._modules["network"]
         out = self._by_steps(x) if self._in_line and plain and is_plain(x) else None
+        watched = out is None  # then the network may have returned a tensor that somebody follows
         if out is None and plain:
             out = network(x)
         elif out is None:
             args, kwargs = self._arguments(x, further, named)
             out = network(*args, **kwargs)
         phi = out if isinstance(out, Tensor) else logits(out)
-        if self._one_row and is_plain(phi) and phi.shape == self._row_shape:
+        if self._one_row and (is_plain(phi) if watched else are_numbers(phi)) and phi.shape == self._row_shape:
             found = self._at_row(phi)
             if found is not None:
                 return found[self.outputs[0]] if self._alone else found
@@ -156,7 +157,7 @@ class PredictiveModule(nn.Module):
         """Return the features by the operations of the network's layers. None if the network has to be called."""
         steps = self._steps
         if steps is None or not steps.are_current():
-            steps = self._steps = Steps.of(self._modules["network"], self._layer())
+            steps = self._steps = Steps.of(self.network, self._layer())
         return None if steps is None else steps(x)
 
     def _at_row(self, phi: Tensor) -> dict[str, Tensor] | None:  # (1, H)

@@ -27,6 +27,7 @@ class ServedRow:
         predictive: what the posterior fixes, folded.
         weight: of the last layer, (C, H).
         bias: of the last layer, (C,).
+        temperature: the softmax temperature.
         wanted: the names of the parts.
         watched: the tensors that all this was made of.
     """
@@ -36,17 +37,12 @@ class ServedRow:
         predictive: RowPredictive,
         weight: Tensor,
         bias: Tensor | None,
+        temperature: float,
         wanted: tuple[str, ...],
         watched: list[Watched],
     ) -> None:
         self._predictive, self._wanted, self._watched = predictive, wanted, watched
-        self._dtype, self._c = weight.dtype, len(weight)
-        right = predictive.right
-        self._apart = right is None
-        if right is not None:  # one product gives the outputs and the turned features
-            bias = weight.new_zeros(self._c) if bias is None else bias
-            weight, bias = torch.cat([weight, right]), torch.cat([bias, bias.new_zeros(len(right))])
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._temperature, self._dtype = weight, bias, temperature, weight.dtype
 
     @classmethod
     def of(cls, predictive: Predictive, layer: Any) -> ServedRow | None:
@@ -64,12 +60,9 @@ class ServedRow:
             row = predictive.row()
             if row is None:
                 return None
-            scale = 1 / predictive.temperature
-            weight, bias = own["weight"].detach(), own["bias"]
-            bias = None if bias is None else bias.detach()
-            if scale != 1:
-                weight, bias = scale * weight, None if bias is None else scale * bias
-        return cls(row, weight, bias, predictive.wanted, watched)
+        weight, bias = own["weight"].detach(), own["bias"]
+        bias = None if bias is None else bias.detach()
+        return cls(row, weight, bias, predictive.temperature, predictive.wanted, watched)
 
     def is_current(self) -> bool:
         """Return whether all tensors are those of which it was made, with the same numbers."""
@@ -82,8 +75,10 @@ class ServedRow:
         """Return the wanted parts, (1, C) each. None if they are not finite, or the features have another dtype."""
         if phi.dtype is not self._dtype:
             return None
-        both, c = linear(phi, self._weight, self._bias).numpy()[0], self._c
-        found = self._predictive(both[:c].tolist(), phi.numpy()[0] if self._apart else both[c:])
+        f = linear(phi, self._weight, self._bias).numpy()[0].tolist()
+        if self._temperature != 1:
+            f = [m / self._temperature for m in f]
+        found = self._predictive(f, self._predictive.turned(phi))
         if found is None:
             return None
         mean, variance = found
