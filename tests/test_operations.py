@@ -70,6 +70,34 @@ def test_a_line_has_the_outputs_and_features_of_the_network():
         assert torch.equal(phi, model[:3](x))
 
 
+@pytest.mark.parametrize("first", [nn.Flatten(), nn.ReLU(inplace=True), nn.Identity(), nn.Tanh()])
+def test_a_prediction_keeps_nothing_of_its_input_and_leaves_it_as_it_was(first):
+    torch.manual_seed(0)
+    x = torch.randn(N, 5, dtype=torch.float64)
+    la = Laplace(nn.Sequential(first, nn.Linear(5, CLASSES).double()), "classification")
+    la.fit([(x.clone(), torch.arange(N) % CLASSES)])
+    expected, one = la.predict(x.clone()), x[:1].clone()
+    for _ in range(2):
+        found = la.predict(one)
+        assert torch.equal(one, x[:1])
+    one.fill_(7)
+    torch.testing.assert_close(found.outputs.variance, expected.outputs.variance[:1])
+    torch.testing.assert_close(found.epistemic, expected.epistemic[:1])
+
+
+def test_backward_hooks_of_a_served_sequence_are_called():
+    la, x = fitted()
+    module, called = la.module(), list[str]()
+    module(x)
+    module.network.requires_grad_(True)
+    module(x)
+    module.network[1].register_full_backward_hook(lambda *args: called.append("hook"))
+    with torch.no_grad():
+        module(x)
+    module(x)["mean"][0, 0].backward()
+    assert called == ["hook"]
+
+
 def test_other_networks_have_no_line():
     model = sequence()
     assert Line.of(model, model[1]) is None  # not the last one

@@ -109,8 +109,8 @@ def _found(source: Any, x: Tensor, link: str | None, as_in_paper: bool) -> AtOne
     f, phi = run
     if not is_plain(f) or f.shape != way.shape or f.dtype is not way.dtype or phi.dtype is not way.dtype:
         return None
-    row = f.numpy()[0]
-    found = way.row(row if temperature == 1 else row / temperature, phi.numpy()[0])
+    row = f.numpy()[0].tolist()
+    found = way.row(row if temperature == 1 else [m / temperature for m in row], way.row.turned(phi))
     return None if found is None else AtOneInput(way, torch.from_numpy(found[0][None]), f, phi)
 
 

@@ -65,7 +65,7 @@ class ReadyEngine:
     def in_line(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return outputs and features by the network itself. None if it is not a line, or not as it was."""
         try:
-            found = None if self.line is None else self.line(x.clone())
+            found = None if self.line is None else self.line(x)
         except Exception:  # any error of the network
             return None
         return found if found is not None and self._has_same_weights() else None

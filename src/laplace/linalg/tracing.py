@@ -27,13 +27,14 @@ def is_plain(x: Tensor) -> bool:
     """
     return (
         not is_traced()
-        and type(x) is Tensor
-        and x.is_cpu
-        and not x.requires_grad
-        and x.dtype in _PLAIN
-        and x.layout is torch.strided
+        and are_numbers(x)
         and not torch._C._len_torch_dispatch_stack()
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def are_numbers(x: Tensor) -> bool:
+    """Return what `is_plain` asks of the tensor itself, for what operations made of plain tensors."""
+    return type(x) is Tensor and x.is_cpu and not x.requires_grad and x.dtype in _PLAIN and x.layout is torch.strided

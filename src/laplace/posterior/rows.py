@@ -12,35 +12,39 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn.functional import linear
 
 from laplace.posterior.spread import Factored, Spread
 from laplace.predictive.rows import Array, RowForm, row_form
 
 
 class RowPredictive:
-    """Maps one row of outputs and features to the mean of the inverse link, and to the variances of the outputs.
+    """Maps one row of outputs and turned features to the mean of the inverse link, and to the variances of the outputs.
 
     Args:
-        right: Q, (H, R); None for the unit vectors.
+        right: Q^T, (R, H), contiguous; None for the unit vectors.
         matrix: what w is multiplied by, (R, K): for the variances if they are kept, then for the link's terms.
         bias: what a bias adds, (K,).
         form: the link.
         c: the number of outputs.
     """
 
-    def __init__(self, right: Array | None, matrix: Array, bias: Array, form: RowForm, c: int) -> None:
-        self._right, self._matrix, self._bias, self._form = right, matrix, bias, form
+    def __init__(self, right: Tensor | None, matrix: Array, bias: Array, form: RowForm, c: int) -> None:
+        self.right, self._matrix, self._bias, self._form = right, matrix, bias, form
         self._first = matrix.shape[1] - c  # where the link's terms begin
-        self.dtype = matrix.dtype
 
-    def __call__(self, f: Array, phi: Array) -> tuple[Array, Array] | None:  # (C,), (H,) -> (C,), (C,) or (0,)
-        """Return the mean, and the variances if they are kept. None if a number is not finite."""
-        turned = phi if self._right is None else phi @ self._right
-        found = (turned * turned) @ self._matrix
+    def turned(self, phi: Tensor) -> Array:  # (1, H) -> (R,)
+        """Return Q^T phi. Torch multiplies, because its code for that is at hand: the network has just used it."""
+        return (phi if self.right is None else linear(phi, self.right)).numpy()[0]
+
+    def __call__(self, f: list[float], turned: Array) -> tuple[Array, Array] | None:  # C numbers, (R,)
+        """Return the mean, (C,), and the variances, (C,) or (0,). None if a number is not finite."""
+        found = (turned * turned).dot(self._matrix)
         found += self._bias
-        if not math.isfinite(sum(found.tolist()) + sum(f.tolist())):
+        numbers = found.tolist()
+        if not math.isfinite(sum(numbers) + sum(f)):
             return None
-        return self._form(f, found[self._first :]), found[: self._first]
+        return self._form(f, numbers[self._first :]), found[: self._first]
 
 
 def row_predictive(
@@ -63,7 +67,7 @@ def row_predictive(
     matrices = [_rows(spread) for spread in spreads]
     matrices[-1] = form.terms(matrices[-1])
     both = np.concatenate(matrices, 1).astype(dtype)
-    turn = None if right is None else right.numpy()
+    turn = None if right is None else right.T.contiguous()
     return RowPredictive(turn, both[:-1].copy(), both[-1].copy(), form, first.shape[1])
 
 

@@ -36,21 +36,30 @@ class RowForm(ABC):
         """Return the linear map of variances that the form takes."""
 
     @abstractmethod
-    def __call__(self, f: Array, terms: Array) -> Array:  # (C,), (C,) -> (C,)
+    def __call__(self, f: list[float], terms: list[float]) -> Array:  # C numbers each -> (C,)
         """Return the mean of softmax."""
 
 
 class ProbitRow(RowForm):
-    """Computes softmax(f / sqrt(1 + pi/8 v)), of pi/8 v."""
+    """Computes softmax(f / sqrt(1 + pi/8 v)), of pi/8 v.
+
+    Args:
+        dtype: that of the result.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self._dtype = dtype
 
     def terms(self, matrix: Array) -> Array:
         return matrix * (math.pi / 8)
 
-    def __call__(self, f: Array, terms: Array) -> Array:
-        shrunk = f / np.sqrt(terms + 1)
-        p = np.exp(shrunk - max(shrunk.tolist()))
-        p /= np.add.reduce(p)
-        return p
+    def __call__(self, f: list[float], terms: list[float]) -> Array:
+        sqrt, exp = math.sqrt, math.exp
+        shrunk = [m / sqrt(1 + v) for m, v in zip(f, terms, strict=True)]
+        top = max(shrunk)
+        p = [exp(s - top) for s in shrunk]
+        total = sum(p)
+        return np.array([e / total for e in p], self._dtype)
 
 
 class OneVsRestRow(RowForm):
@@ -65,11 +74,16 @@ class OneVsRestRow(RowForm):
         known = integral.constants_for(c, torch.from_numpy(np.empty(0, dtype)).dtype, torch.device("cpu"))
         self.c, self._dtype, self._tiny = c, dtype, np.finfo(dtype).tiny
         self._ends = integral.end_exponent(c)
-        y, speed = known.grid.numpy()[:, : integral.POINTS], known.grid.numpy()[:, integral.POINTS :]
-        self._grid = np.concatenate([-y, speed], 1)
         self._nodes, self._node_weights = known.nodes[:, :, 0].numpy(), known.node_weights[0].numpy()
         self._means, self._variances = known.means[:, :, 0].numpy(), known.variances[:, :, 0].numpy()
         self._below, self._density = known.below[0].numpy(), known.density[0].numpy()
+        y, speed = known.grid.numpy()[:, : integral.POINTS], known.grid.numpy()[:, integral.POINTS :]
+        self._grid = np.concatenate([-y, speed], 1)
+        each, nodes = np.eye(c, dtype=dtype), self._nodes.reshape(1, -1)
+        exponents = np.concatenate([np.kron(each, np.ones_like(nodes)), np.kron(each, nodes)])
+        # What maps (m, sqrt(u), bounds) to the exponents m + sqrt(u) x of all nodes x, to -y and to dy/dt.
+        self._map = np.zeros((2 * c + 3, 7 * c + 2 * integral.POINTS), dtype)
+        self._map[: 2 * c, : 7 * c], self._map[2 * c :, 7 * c :] = exponents, self._grid
 
     def terms(self, matrix: Array) -> Array:
         """Return u of variances of contrasts, where it is not below 0: see `as_if_independent`."""
@@ -78,29 +92,58 @@ class OneVsRestRow(RowForm):
         shared = matrix.sum(-1, keepdims=True) / (self.c * (self.c - 1))
         return (matrix - shared) / (1 - 2 / self.c)
 
-    def __call__(self, f: Array, terms: Array) -> Array:
+    def __call__(self, f: list[float], terms: list[float]) -> Array:
         # What takes few steps is left to Python, and few kinds of operations are used: after a network has run, the
         # first call of each kind has to fetch its code.
-        means, u = f.tolist(), [v if v > 0 else 0.0 for v in terms.tolist()]
-        top, ends, sqrt = max(means), self._ends, math.sqrt
-        near = [sqrt(v + integral.LEFT_VARIANCE) for v in u]  # for the bounds of `one_vs_rest`
-        starts = [m - integral.LEFT * r for m, r in zip(means, near, strict=True)]
-        low, following = max(starts), max([m + r for m, r in zip(starts, near, strict=True)])
-        high = max([m + sqrt(2 * ends * v + ends * ends) for m, v in zip(means, u, strict=True)])
-        y = np.array([low - top, following - top, high - top], self._dtype) @ self._grid  # -y, and dy/dt
-        a = (f - top) + y[: integral.POINTS, None]  # (Y, C)
-        if max(u) <= integral.NARROW:
-            below, density = self._by_nodes(a, np.array([sqrt(v) for v in u], self._dtype))
-        elif min(u) >= integral.WIDE:
-            below, density = self._by_mixture(a, np.array(u, self._dtype))
+        top, sqrt, ends = max(f), math.sqrt, self._ends
+        twice, square = 2 * ends, ends * ends
+        low = following = high = -math.inf
+        numbers, roots = list[float](), list[float]()
+        for m, v in zip(f, terms, strict=True):  # the bounds of `one_vs_rest`
+            m, v = m - top, v if v > 0 else 0.0
+            near = sqrt(v + integral.LEFT_VARIANCE)
+            start = m - integral.LEFT * near
+            following_here, high_here = start + near, m + sqrt(twice * v + square)
+            if start > low:  # comparisons, because a call of `max` takes three times as long
+                low = start
+            if following_here > following:
+                following = following_here
+            if high_here > high:
+                high = high_here
+            numbers.append(m)
+            roots.append(sqrt(v))
+        bounds = low, following, high
+        if max(terms) <= integral.NARROW:
+            mapped = np.array([*numbers, *roots, *bounds], self._dtype).dot(self._map)
+            speed = mapped[-integral.POINTS :]
+            below, density = self._by_outer_product(mapped[: -integral.POINTS])
         else:
-            below, density = self._by_both(a, np.array(u, self._dtype))
-        p = (np.multiply.reduce(below, 1) * y[integral.POINTS :]) @ (density / below)
+            points = np.array(bounds, self._dtype).dot(self._grid)
+            speed = points[integral.POINTS :]
+            a = np.array(numbers, self._dtype) + points[: integral.POINTS, None]  # (Y, C)
+            u = np.array([v if v > 0 else 0.0 for v in terms], self._dtype)
+            wide = min(terms) >= integral.WIDE
+            below, density = self._by_mixture(a, u) if wide else self._by_both(a, u)
+        together = np.multiply.reduce(below, 1)
+        together *= speed
+        density /= below
+        p = together.dot(density)
         p /= sum(p.tolist())
         return p
 
+    def _by_outer_product(self, exponents: Array) -> tuple[Array, Array]:
+        """Return F and F' where u is small: e^(m + sqrt(u) x - y) is a product. F > 0, because a is small."""
+        first, weights, shape = 7 * self.c, self._node_weights, (integral.POINTS, self.c)
+        factors = np.exp(exponents)
+        x = factors[first:, None].dot(factors[None, :first])  # (Y, 7 C)
+        each = np.negative(x)
+        np.exp(each, each)
+        below = each.reshape(-1, 7).dot(weights)
+        each *= x
+        return below.reshape(shape), each.reshape(-1, 7).dot(weights).reshape(shape)
+
     def _by_nodes(self, a: Array, spread: Array) -> tuple[Array, Array]:
-        """Return F and F' where u is small. F > 0, because a is small."""
+        """Return F and F' where u is small."""
         x = np.exp(a + spread * self._nodes)
         each = np.exp(x * -1)
         x *= each
@@ -130,5 +173,5 @@ def row_form(closed_form: Callable[[Tensor, Tensor], Tensor], c: int, dtype: Any
     if not 2 <= c <= MOST:
         return None
     if closed_form is probit:
-        return ProbitRow()
+        return ProbitRow(dtype)
     return OneVsRestRow(c, dtype) if closed_form is integral.one_vs_rest else None

@@ -16,9 +16,9 @@ from laplace.checks import LARGEST, choice, shown, whole_number
 from laplace.errors import ModelError, OptionError, UnsupportedError
 from laplace.inference.predict import predict
 from laplace.linalg.autocast import plainly
-from laplace.linalg.tracing import is_plain
+from laplace.linalg.tracing import are_numbers, is_plain
 from laplace.network.inputs import Keys, logits
-from laplace.network.operations import input_of, is_line
+from laplace.network.operations import Steps, is_line
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.reshape import PredictionAtPositions
@@ -72,6 +72,7 @@ class PredictiveModule(nn.Module):
         self._row: ServedRow | None = None
         self._one_row = self._dim == -1 and not flat and predictive.row() is not None
         self._in_line = is_line(network, layer)
+        self._steps: Steps | None = None
         self._take_signature()
         self.eval()
 
@@ -80,14 +81,15 @@ class PredictiveModule(nn.Module):
         # Entries of _modules, _parameters and _buffers: as attributes, each takes half as long as a small operation.
         plain = isinstance(x, Tensor) and len(further) == 0 and len(named) == 0  # torch.compile knows no `not further`
         network: Any = self._modules["network"]
-        out = input_of(self._layer(), network, x) if self._in_line and plain and is_plain(x) else None
+        out = self._by_steps(x) if self._in_line and plain and is_plain(x) else None
+        watched = out is None  # then the network may have returned a tensor that somebody follows
         if out is None and plain:
             out = network(x)
         elif out is None:
             args, kwargs = self._arguments(x, further, named)
             out = network(*args, **kwargs)
         phi = out if isinstance(out, Tensor) else logits(out)
-        if self._one_row and is_plain(phi) and phi.shape == self._row_shape:
+        if self._one_row and (is_plain(phi) if watched else are_numbers(phi)) and phi.shape == self._row_shape:
             found = self._at_row(phi)
             if found is not None:
                 return found[self.outputs[0]] if self._alone else found
@@ -151,6 +153,13 @@ class PredictiveModule(nn.Module):
         with torch.autocast(phi.device.type, enabled=False):  # it would round the posterior
             return predictive.forward(f, phi)
 
+    def _by_steps(self, x: Tensor) -> Tensor | None:
+        """Return the features by the operations of the network's layers. None if the network has to be called."""
+        steps = self._steps
+        if steps is None or not steps.are_current():
+            steps = self._steps = Steps.of(self.network, self._layer())
+        return None if steps is None else steps(x)
+
     def _at_row(self, phi: Tensor) -> dict[str, Tensor] | None:  # (1, H)
         """Return the prediction at one input in NumPy. None if something is not finite, or buffers cannot be read."""
         row = self._row
@@ -160,7 +169,7 @@ class PredictiveModule(nn.Module):
         return None if row is None else row(phi)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_row": None}  # which belongs to the tensors of this module
+        state = self.__dict__ | {"_row": None, "_steps": None}  # which belong to the tensors of this module
         del state["forward"]
         return state
 

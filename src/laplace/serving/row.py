@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from laplace.posterior.rows import RowPredictive
 from laplace.posterior.spread import Spread
@@ -26,6 +27,7 @@ class ServedRow:
         predictive: what the posterior fixes, folded.
         weight: of the last layer, (C, H).
         bias: of the last layer, (C,).
+        temperature: the softmax temperature.
         wanted: the names of the parts.
         watched: the tensors that all this was made of.
     """
@@ -35,12 +37,12 @@ class ServedRow:
         predictive: RowPredictive,
         weight: Tensor,
         bias: Tensor | None,
+        temperature: float,
         wanted: tuple[str, ...],
         watched: list[Watched],
     ) -> None:
         self._predictive, self._wanted, self._watched = predictive, wanted, watched
-        self._weight, self._bias = weight.numpy(), None if bias is None else bias.numpy()
-        self._dtype = weight.dtype
+        self._weight, self._bias, self._temperature, self._dtype = weight, bias, temperature, weight.dtype
 
     @classmethod
     def of(cls, predictive: Predictive, layer: Any) -> ServedRow | None:
@@ -58,12 +60,9 @@ class ServedRow:
             row = predictive.row()
             if row is None:
                 return None
-            scale = 1 / predictive.temperature
-            weight, bias = own["weight"].detach(), own["bias"]
-            bias = None if bias is None else bias.detach()
-            if scale != 1:
-                weight, bias = scale * weight, None if bias is None else scale * bias
-        return cls(row, weight, bias, predictive.wanted, watched)
+        weight, bias = own["weight"].detach(), own["bias"]
+        bias = None if bias is None else bias.detach()
+        return cls(row, weight, bias, predictive.temperature, predictive.wanted, watched)
 
     def is_current(self) -> bool:
         """Return whether all tensors are those of which it was made, with the same numbers."""
@@ -76,18 +75,16 @@ class ServedRow:
         """Return the wanted parts, (1, C) each. None if they are not finite, or the features have another dtype."""
         if phi.dtype is not self._dtype:
             return None
-        row = phi.numpy()[0]
-        f = self._weight @ row
-        if self._bias is not None:
-            f += self._bias
-        found = self._predictive(f, row)
+        f = linear(phi, self._weight, self._bias).numpy()[0].tolist()
+        if self._temperature != 1:
+            f = [m / self._temperature for m in f]
+        found = self._predictive(f, self._predictive.turned(phi))
         if found is None:
             return None
-        parts = {"mean": torch.from_numpy(found[0][None])}
-        if len(found[1]):
-            parts["variance"] = torch.from_numpy(found[1][None])
-        return (
-            parts
-            if len(self._wanted) < 2 or self._wanted[0] == "mean"
-            else {name: parts[name] for name in self._wanted}
-        )
+        mean, variance = found
+        parts = {"mean": torch.from_numpy(mean[None])}
+        if len(variance):
+            parts["variance"] = torch.from_numpy(variance[None])
+        if len(self._wanted) < 2 or self._wanted[0] == "mean":
+            return parts
+        return {name: parts[name] for name in self._wanted}
