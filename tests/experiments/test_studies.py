@@ -146,7 +146,7 @@ def test_costs_are_measured_at_toy_size(tmp_path):
 @pytest.mark.slow
 def test_configurations_are_tried_at_toy_size(tmp_path):
     found = rows_of(tmp_path, "configurations")
-    assert {"cifar10/MAP", "fmnist/temperature", "fmnist/all/kron/ggn/auto/one_vs_rest"} <= set(found)
+    assert {"cifar10/MAP/0", "fmnist/temperature/0", "fmnist/all/kron/ggn/auto/one_vs_rest/0"} <= set(found)
     assert all(row["nll"] > 0 and 0 <= row["auroc_confidence"] <= 1 for row in found.values())
 
 
@@ -175,12 +175,10 @@ def test_tasks_in_a_row_are_learnt_at_toy_size_and_go_on_where_they_were(tmp_pat
     pytest.importorskip("matplotlib")
     grey(tmp_path)
     flags = ["--quick", "--data", str(tmp_path), "--results", str(tmp_path / "out"), "--cache", str(tmp_path / "kept")]
-    command = [sys.executable, str(ROOT / "experiments" / "continual.py"), *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     results = tmp_path / "out" / "continual-quick.json"
 
     def go() -> dict[str, list[dict]]:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        ended = run("continual", *flags)
         assert ended.returncode == 0, ended.stderr
         return json.loads(results.read_text())["methods"]
 
@@ -297,6 +295,31 @@ def test_the_pareto_front_is_what_no_point_beats_in_both():
     assert front == expected
 
 
+def test_configurations_are_means_over_seeds_beside_the_network_of_the_same_seed():
+    pytest.importorskip("matplotlib")
+    study = module("experiments.configurations.__main__")
+    keys = study.SCORES
+    nll, alone = {"a": [0.2, 0.4], "b": [0.5, 0.3]}, [0.3, 0.6]
+    rows = {f"toy/{i}/kron/ggn/auto/mc/{s}": dict.fromkeys(keys, v) for i in nll for s, v in enumerate(nll[i])}
+    rows |= {f"toy/MAP/{s}": dict.fromkeys(keys[:2], v) for s, v in enumerate(alone)}
+    assert study.by_task(rows)["toy"]["a/kron/ggn/auto/mc"] == pytest.approx(dict.fromkeys(keys, 0.3))
+    assert study.references(rows, "toy")["MAP"] == pytest.approx(dict.fromkeys(keys[:2], 0.45))
+    text = study.fronts(rows, "toy")
+    assert "| a | kron | ggn | auto | mc | 0.3000 | -0.1000, -0.2000 | 0.3000 | -0.1000, -0.2000 | 0.3000 |" in text
+    assert "| MAP |  |  |  |  | 0.4500 | - | 0.4500 | - | - |" in text
+
+
+def test_seeds_of_configurations_have_other_images():
+    pytest.importorskip("matplotlib")
+    some = module("experiments.configurations.tasks")._some
+    values = torch.arange(10)
+    first, second, third = (some(values, 4, seed).tolist() for seed in range(3))
+    assert first == [0, 1, 2, 3]
+    assert second == [4, 5, 6, 7]
+    assert third == [8, 9, 0, 1]  # from the start again
+    assert some(values, 40, 0).tolist() == values.tolist()
+
+
 def test_claims_are_judged_by_the_numbers_beside_them():
     claims = module("experiments.claims")
 
@@ -315,7 +338,7 @@ def test_claims_are_judged_by_the_numbers_beside_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("study", ["uq_mnist", "uq_cifar10", "cost", "configurations", "structures_fmnist"])
+@pytest.mark.parametrize("study", [study for study in STUDIES if study != "three_steps"])
 def test_a_missing_folder_is_named(tmp_path, study):
     nothing = run(study)
     assert nothing.returncode == 1
