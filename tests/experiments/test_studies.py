@@ -96,18 +96,21 @@ STUDIES = {
 }
 
 
+def flags(folder: Path) -> list[str]:
+    return ["--data", str(folder), "--quick", "--cache", str(folder / "cache"), "--results", str(folder / "out")]
+
+
 def rows_of(folder: Path, study: str) -> dict[str, dict]:
     """Run a study twice at toy size and return its rows; the second time, nothing is computed again."""
     pytest.importorskip("matplotlib")
-    flags = ["--data", str(folder), "--quick", "--cache", str(folder / "cache"), "--results", str(folder / "out")]
     for fill in STUDIES[study]:
         fill(folder)
-    first = run(study, *flags)
+    first = run(study, *flags(folder))
     assert first.returncode == 0, first.stderr
     results = folder / "out" / f"{study.replace('_', '-')}-quick.json"
     assert results.with_suffix(".png").exists()
     written = results.stat().st_mtime_ns
-    assert run(study, *flags).returncode == 0
+    assert run(study, *flags(folder)).returncode == 0
     assert results.stat().st_mtime_ns == written
     return json.loads(results.read_text())["rows"]
 
@@ -121,6 +124,11 @@ def test_a_study_of_uncertainty_runs_at_toy_size_and_goes_on_where_it_was(tmp_pa
         whole = json.loads((tmp_path / "out" / "uq-cifar10-whole-quick.json").read_text())["rows"]
         assert {"MAP", "LA all weights", "LA all weights evidence", "LA all weights calibrated", "SWAG"} <= set(whole)
         found |= whole
+        ended = run("uq_cifar10.why", *flags(tmp_path))
+        assert ended.returncode == 0, ended.stderr
+        why = json.loads((tmp_path / "out" / "uq-cifar10-why-quick.json").read_text())["rows"]
+        assert {"MAP", "temperature", "1, one_vs_rest", "1, probit", "1, probit of differences"} <= set(why)
+        assert all(row["test"] > 0 for row in why.values())
     for row in found.values():
         for scores in row["sets"].values():
             assert scores["nll"] > 0
@@ -174,11 +182,10 @@ def test_the_three_steps_are_drawn_at_toy_size(tmp_path):
 def test_tasks_in_a_row_are_learnt_at_toy_size_and_go_on_where_they_were(tmp_path):
     pytest.importorskip("matplotlib")
     grey(tmp_path)
-    flags = ["--quick", "--data", str(tmp_path), "--results", str(tmp_path / "out"), "--cache", str(tmp_path / "kept")]
     results = tmp_path / "out" / "continual-quick.json"
 
     def go() -> dict[str, list[dict]]:
-        ended = run("continual", *flags)
+        ended = run("continual", *flags(tmp_path))
         assert ended.returncode == 0, ended.stderr
         return json.loads(results.read_text())["methods"]
 
