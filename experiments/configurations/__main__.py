@@ -123,17 +123,13 @@ def pareto(points: Points) -> list[str]:
 def fronts(rows: Points, task: str) -> str:
     """Return a table: the network alone, the Pareto front, the defaults; means, and what each seed has beside MAP."""
     points = by_task(rows)[task]
-    lines = [
-        [name, *[""] * (len(PARTS) - 1), *_cells(rows, task, name, row)] for name, row in references(rows, task).items()
-    ]
-    lines += [[*name.split("/"), *_cells(rows, task, name, points[name])] for name in pareto(points)]
+    found = {**references(rows, task), **{name: points[name] for name in pareto(points)}}
+    lines = [[_spelt(name), *_cells(rows, task, name, row)] for name, row in found.items()]
     if DEFAULT in points:
-        first, *others = DEFAULT.split("/")
-        lines.append([f"the defaults: {first}", *others, *_cells(rows, task, DEFAULT, points[DEFAULT])])
-    first, *others = PARTS
+        lines.append([f"the defaults: {_spelt(DEFAULT)}", *_cells(rows, task, DEFAULT, points[DEFAULT])])
     beside = "less MAP's, in each seed"
-    scores = ["NLL", beside, "AUROC, confidence", beside, "AUROC, epistemic"]
-    return markdown([f"{task}: {first}", *others, *scores], lines)
+    title = f"{task}: {', '.join(PARTS)}"
+    return markdown([title, "NLL", beside, "AUROC, confidence", beside, "AUROC, epistemic"], lines)
 
 
 def medians(rows: Points, task: str) -> str:
@@ -157,6 +153,10 @@ def _cells(rows: Points, task: str, name: str, row: dict) -> list[str]:
         beside = [f"{one - other:+.4f}" for one, other in zip(each, alone, strict=True)]
         cells += [f"{row[score]:.4f}", "-" if name == "MAP" else ", ".join(beside)]
     return [*cells, f"{row['auroc_epistemic']:.4f}" if "auroc_epistemic" in row else "-"]
+
+
+def _spelt(name: str) -> str:
+    return name.replace("/", ", ")
 
 
 def _name(task: Task, seed: int, *parts: str) -> str:
