@@ -1,6 +1,6 @@
 """Permuted MNIST, one task after another: how much is forgotten with no prior, a diagonal one, and Kronecker factors.
 
-    python experiments/continual.py --data FOLDER [--quick] [--epochs E] [--results DIR] [--cache DIR]
+    python -m experiments.continual --data FOLDER [--quick] [--epochs E] [--results DIR] [--cache DIR]
 
 FOLDER holds mnist.npz with x_train, y_train, x_test and y_test: images (uint8, N x 28 x 28) and labels.
 
@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from experiments.data import arrays
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from data import arrays
 from laplace import Laplace, marglik_training
 
 HERE = Path(__file__).parent

@@ -48,10 +48,9 @@ def run(name: str, data: str) -> tuple[float, str]:
     """Run one study at toy size; return its CPU seconds, and the last line that it wrote if it failed."""
     before = _spent()
     with tempfile.TemporaryDirectory() as folder:
-        program = [str(HERE / f"{name}.py")] if (HERE / f"{name}.py").exists() else ["-m", f"experiments.{name}"]
         flags = ["--quick", "--data", data, "--results", folder, "--cache", f"{folder}/cache"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, *program, *flags]
+        command = [sys.executable, "-m", f"experiments.{name}", *flags]
         ended = subprocess.run(command, cwd=HERE.parent, env=environment, capture_output=True, text=True, check=False)
     error = "" if ended.returncode == 0 else (ended.stderr.strip().splitlines() or ["no message"])[-1]
     return _spent() - before, error

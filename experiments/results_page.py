@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 
 from experiments.claims import verdicts
 from experiments.spent import note
@@ -26,7 +25,6 @@ from experiments import paper
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
 FIGURES = PAGE.parent / "figures"
-DEFAULT = "last_layer/kron/ggn/auto/one_vs_rest"  # of this library
 STEPS = {  # what `three_steps` measures
     "share_of_path": "share of the path's variance along each axis of the plane",
     "posterior_sd_in_plane": "standard deviation of the posterior along them",
@@ -105,22 +103,25 @@ def outside(table: dict[str, dict], aurocs: Beside, confidences: Beside) -> str:
 def cifar(found: dict) -> str:
     """Return the tables of `uq_cifar10`."""
     table = by_method(found)
-    parts = [shifted(table, "nll", paper.CIFAR_C_NLL), *(shifted(table, s, {}) for s in ("ece", "brier", "accuracy"))]
+    beside = {"nll": paper.CIFAR_C_NLL, "accuracy": paper.CIFAR_ACCURACY}
+    parts = [shifted(table, score, beside.get(score, {})) for score in ("nll", "ece", "brier", "accuracy")]
     return "\n\n".join([*parts, outside(table, paper.CIFAR_AUROC, paper.CIFAR_CONFIDENCE)])
 
 
 def why(found: dict) -> str:
     """Return the table of `uq_cifar10.why`."""
     keys = ("train", "test", "shifted", "evidence")
-    lines = [[name, *(str(row.get(key, "-")) for key in keys)] for name, row in found["rows"].items()]
+    precision = {name: float(name.split(", ")[0]) if ", " in name else 0.0 for name in found["rows"]}
+    rows = sorted(found["rows"].items(), key=lambda item: precision[item[0]])
+    lines = [[name, *(str(row.get(key, "-")) for key in keys)] for name, row in rows]
     return markdown(["prior precision, link", "NLL, training", "NLL, test", "NLL, shifted", "log evidence"], lines)
 
 
 def mnist(found: dict) -> str:
     """Return the tables of `uq_mnist`."""
     table = by_method(found)
-    nll = {name: values[:1] for name, values in paper.MNIST.items()}
-    parts = [shifted(table, s, nll if s == "nll" else {}, 2) for s in ("nll", "ece", "brier", "accuracy")]
+    beside = {"nll": paper.MNIST_NLL, "accuracy": paper.MNIST_ACCURACY}
+    parts = [shifted(table, score, beside.get(score, {}), 2) for score in ("nll", "ece", "brier", "accuracy")]
     return "\n\n".join([*parts, outside(table, paper.MNIST_AUROC, paper.MNIST_CONFIDENCE), spent(found)])
 
 
@@ -181,34 +182,10 @@ def structures(found: dict) -> str:
 
 def configurations(found: dict) -> str:
     """Return the Pareto fronts of `configurations`, and the medians of each component."""
-    from experiments.configurations.__main__ import by_task, pareto, references
-    from experiments.configurations.tasks import PARTS
+    from experiments.configurations.__main__ import by_task, fronts, medians
 
-    parts, scores = [], ("nll", "auroc_confidence", "auroc_epistemic")
-    alone = references(found["rows"])
-    for task, points in by_task(found["rows"]).items():
-        lines = [[name, *[""] * 4, *(_cells(row, scores))] for name, row in alone[task].items()]
-        lines += [[*name.split("/"), *_cells(points[name], scores)] for name in pareto(points)]
-        default = "last_layer/kron/ggn/auto/one_vs_rest"
-        lines.append(
-            [f"the defaults: {default.split('/')[0]}", *default.split("/")[1:], *_cells(points[default], scores)]
-        )
-        names = [f"{task}: {next(iter(PARTS))}", *list(PARTS)[1:], "NLL", "AUROC, confidence", "AUROC, epistemic"]
-        parts.append(markdown(names, lines))
-        lines = []
-        for i, (part, values) in enumerate(PARTS.items()):
-            for value in values:
-                own = [row for name, row in points.items() if name.split("/")[i] == value]
-                if own:
-                    middle = {key: median(row[key] for row in own) for key in scores}
-                    lines.append([part, value, str(len(own)), *_cells(middle, scores)])
-        names = [f"{task}: component", "value", "points", "median NLL", "median AUROC, confidence", "by epistemic"]
-        parts.append(markdown(names, lines))
-    return "\n\n".join(parts)
-
-
-def _cells(row: dict, keys: tuple[str, ...]) -> list[str]:
-    return [f"{row[key]:.4f}" if key in row else "-" for key in keys]
+    rows = found["rows"]
+    return "\n\n".join(table for task in by_task(rows) for table in (fronts(rows, task), medians(rows, task)))
 
 
 def shift(found: dict) -> str:
@@ -220,9 +197,9 @@ def shift(found: dict) -> str:
 
 def limits(found: dict) -> str:
     """Return the accuracies of `continual_limits`, with the paper's."""
-    from experiments.continual_limits.report import by_variant, table
+    from experiments.continual_limits.report import table
 
-    return table(by_variant(found["rows"]))
+    return table(found["rows"])
 
 
 PLACES: dict[str, Callable[[dict], str]] = {

@@ -51,30 +51,34 @@ class Task:
         return parameters_to_vector(self.network.parameters()).detach().abs().topk(SUBNETWORK).indices.sort().values
 
 
-def cifar10(study: Study) -> Task:
-    """Return the last layer of a ResNet-20 on CIFAR-10; unknown are SVHN and CIFAR-100."""
+def cifar10(study: Study, seed: int) -> Task:
+    """Return the last layer of a ResNet-20 on CIFAR-10; unknown are SVHN and CIFAR-100. Seeds have other images."""
     shared = Cache(study.cache.folder.parent / ("uq_cifar10-quick" if study.quick else "uq_cifar10"))
-    n = 400 if study.quick else None
-    images = read(study.folder, shared, n, (20,), (TEST, 0, OUTSIDE))
-    validation = tuple(t[:VALIDATION] for t in images.validation)
+    images = read(study.folder, shared, 400 if study.quick else None, (20,))
+    validation = _part(images.validation, VALIDATION, seed)
     kinds = tuple(("last_layer", structure) for structure in PARTS["structure"])
-    known, network = images.labelled["c0"], images.networks[0]
-    return Task("cifar10", network, images.train, validation, known, images.outside, kinds)
+    known, network = _part(images.labelled["c0"], TEST, seed), images.networks[0]
+    unknown = {name: _some(x, OUTSIDE, seed) for name, x in images.outside.items()}
+    return Task("cifar10", network, images.train, validation, known, unknown, kinds)
 
 
-def fmnist(study: Study) -> Task:
-    """Return a CNN of 105,866 weights on Fashion-MNIST; unknown are MNIST and Kuzushiji-MNIST."""
+def fmnist(study: Study, seed: int) -> Task:
+    """Return a CNN of 105,866 weights on Fashion-MNIST; unknown are MNIST and Kuzushiji-MNIST.
+
+    Seeds have other images, in training, too, and another start.
+    """
     n, test, outside = (600, 60, 40) if study.quick else (20_000, TEST, OUTSIDE)
-    (x, y), (new_x, new_y) = (_images(study, "fashion_mnist", part) for part in ("train", "test"))
-    x, y, half = x[:n], y[:n], min(VALIDATION, test)
-    torch.manual_seed(0)
+    half = min(VALIDATION, test)
+    x, y = _part(_images(study, "fashion_mnist", "train"), n, seed)
+    new_x, new_y = _part(_images(study, "fashion_mnist", "test"), half + test, seed)
+    torch.manual_seed(seed)
     network = small_cnn()
 
     def run() -> dict[str, Tensor]:
-        train(network, x, y, steps=study.epochs * len(x) // 128, seed=0, batch=128)
+        train(network, x, y, steps=study.epochs * len(x) // 128, seed=seed, batch=128)
         return dict(network.state_dict())
 
-    network.load_state_dict(study.cache.get(f"fmnist_epochs_{study.epochs}", run))
+    network.load_state_dict(study.cache.get(f"fmnist_epochs_{study.epochs}_seed{seed}", run))
     kinds = (*(("last_layer", structure) for structure in PARTS["structure"]), ("subnetwork", "full"))
     kinds = (*kinds, ("all", "kron"), ("all", "diag"))  # the full structure of all weights would take 45 GB
     return Task(
@@ -82,8 +86,8 @@ def fmnist(study: Study) -> Task:
         network.eval(),
         (x, y),
         (new_x[:half], new_y[:half]),
-        (new_x[half : half + test], new_y[half : half + test]),
-        {name: _images(study, name, "test")[0][:outside] for name in ("mnist", "kmnist")},
+        (new_x[half:], new_y[half:]),
+        {name: _some(_images(study, name, "test")[0], outside, seed) for name in ("mnist", "kmnist")},
         kinds,
     )
 
@@ -92,3 +96,12 @@ def _images(study: Study, name: str, part: str) -> Labelled:
     raw = study.folder.arrays(name)
     x = (torch.from_numpy(raw[f"x_{part}"]).float() / 255 - CENTRE) / SCALE
     return x.unsqueeze(1), torch.from_numpy(raw[f"y_{part}"]).long()
+
+
+def _part(data: Labelled, n: int, seed: int) -> Labelled:
+    return _some(data[0], n, seed), _some(data[1], n, seed)
+
+
+def _some(values: Tensor, n: int, seed: int) -> Tensor:  # (N, ...) -> (n, ...)
+    """Return n rows, or all if there are fewer: after those of the seeds before, from the start again at the end."""
+    return values[(torch.arange(min(n, len(values))) + seed * n) % len(values)]

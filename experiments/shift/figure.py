@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-TICKS = (-2, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100)
+TICKS = (-2, -1, -0.5, 0, 0.5, 1, 2, 5, 20, 50, 200)
 COLOURS = {"in": "#9ecae1", "out": "#08519c"}
 Methods = dict[str, dict]
 
@@ -43,7 +43,7 @@ def _panel(axes: Axes, task: str, methods: Methods) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_title(task, fontsize=9)
-    axes.set_xlabel("NLL, median over features" if gaps else "NLL, nats", fontsize=8)
+    axes.set_xlabel("NLL, median over features; logarithmic beyond 1" if gaps else "NLL, nats", fontsize=8)
     if gaps:
         axes.set_xscale("symlog", linthresh=1)
         low, high = axes.get_xlim()

@@ -3,7 +3,8 @@
     python -m experiments.three_steps [--quick]
 
 No data is needed. A small network is trained on a noisy sine with a gap. The plane is that of the two largest principal
-components of the path. Written are the shares of the path's variance in the plane, the standard deviations of the
+components of the path. Drawn are the loss in that plane with the whole path, the loss near its end with the Gaussian
+over it, and the band. Written are the shares of the path's variance in the plane, the standard deviations of the
 posterior along both axes beside those of the loss itself (its second derivative there), and the band's coverage.
 """
 
@@ -16,6 +17,7 @@ import torch
 from experiments.uq.start import Rows, started
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector
@@ -53,8 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     spread = (path.axes @ la.posterior_covariance @ path.axes.T).diagonal().sqrt()  # of the marginal in the plane
     within = path.axes @ la.posterior_precision @ path.axes.T  # (2, 2): all else at its mode
     conditional = within.diagonal().rsqrt()
-    reach = 6 * conditional
-    plane = landscape(path, x, y, precision, reach, cells)
+    grid = torch.linspace(-1, 1, cells).double()
+    near = [6 * deviation * grid for deviation in conditional]
     new = torch.linspace(-6, 6, 200).double().unsqueeze(1)
     found, truth, away = la.predict(new), new.sin(), new.abs().squeeze(1)
     low, high = found.interval(0.95)
@@ -69,7 +71,11 @@ def main(arguments: list[str] | None = None) -> None:
         "log_evidence": round(float(la.log_marginal_likelihood()), 3),
     }
     print(rows.get("measured", lambda: measured))
-    draw(path, plane, reach, within, (x, y), (new, found.mean, low, high), study.results.with_suffix(".png"))
+    walked = (path.weights - path.end) @ path.axes.T  # (T, 2)
+    middles, halves = (walked.amax(0) + walked.amin(0)) / 2, 0.65 * (walked.amax(0) - walked.amin(0))
+    wide = [middle + half * grid for middle, half in zip(middles, halves, strict=True)]
+    planes = [(*axes, landscape(path, x, y, precision, *axes)) for axes in (wide, near)]
+    draw(walked, planes, within, (x, y), (new, found.mean, low, high), study.results.with_suffix(".png"))
 
 
 def sine(n: int) -> tuple[Tensor, Tensor]:
@@ -107,15 +113,11 @@ def trained(x: Tensor, y: Tensor, steps: int) -> Path:
 
 
 @torch.no_grad()
-def landscape(path: Path, x: Tensor, y: Tensor, precision: float, reach: Tensor, cells: int) -> Tensor:
-    """Return minus the log joint density on a grid around the end of the path, less its value there, (cells, cells)."""
-    grid = torch.linspace(-1, 1, cells).double()
-    least = energy(path.network, path.end, x, y, precision)
-    rows = [[a * reach[0] * path.axes[0] + b * reach[1] * path.axes[1] for a in grid] for b in grid]
-    return (
-        torch.stack([torch.stack([energy(path.network, path.end + d, x, y, precision) for d in row]) for row in rows])
-        - least
-    )
+def landscape(path: Path, x: Tensor, y: Tensor, precision: float, first: Tensor, second: Tensor) -> Tensor:
+    """Return minus the log joint density at places from the end of the path, less its value there, (cells, cells)."""
+    rows = [[path.end + a * path.axes[0] + b * path.axes[1] for a in first] for b in second]
+    found = torch.stack([torch.stack([energy(path.network, at, x, y, precision) for at in row]) for row in rows])
+    return found - energy(path.network, path.end, x, y, precision)
 
 
 @torch.no_grad()
@@ -129,34 +131,45 @@ def curvature(path: Path, x: Tensor, y: Tensor, precision: float, step: Tensor) 
     return found
 
 
-def draw(path: Path, plane: Tensor, reach: Tensor, precision: Tensor, data: tuple, band: tuple, file) -> None:
-    """Write the figure: landscape with the path, the Gaussian in the same plane, and the band."""
-    fig = Figure(figsize=(11, 3.4), layout="constrained")
+def draw(walked: Tensor, planes: list, precision: Tensor, data: tuple, band: tuple, file) -> None:
+    """Write the figure: the landscape with the path, near its end with the Gaussian over it, and the band."""
+    fig = Figure(figsize=(11.5, 3.6), layout="constrained")
     FigureCanvasAgg(fig)
     left, middle, right = fig.subplots(1, 3)
-    a, b = (torch.linspace(-1, 1, len(plane)).double() * r for r in reach)
+    (wide_a, wide_b, wide), (a, b, near) = planes
+    left.contourf(wide_a, wide_b, wide.clamp(min=0.1).log10(), 14, cmap="Greys_r", alpha=0.7)
+    left.plot(*walked.T, color="#d95f02", lw=1.2, label="the optimiser's path")
+    left.plot(0, 0, "o", ms=4, color="#d95f02", label="its end: the mode")
+    corner = (float(a[0]), float(b[0]))
+    square = Rectangle(corner, float(a[-1] - a[0]), float(b[-1] - b[0]), fill=False, ec="#1b9e77", lw=1.2)
+    square.set_label("part shown in 2")
+    left.add_patch(square)
+    left.set(title="1. training finds a mode", xlim=_ends(wide_a), ylim=_ends(wide_b))
     levels = [0.5, 2, 4.5, 8, 12.5, 18]  # 1 to 6 standard deviations of a Gaussian
-    left.contour(a, b, plane, levels, colors="#555555", linewidths=0.8)
-    walked = (path.weights - path.end) @ path.axes.T
-    left.plot(*walked.T, color="#d95f02", lw=1)
-    left.plot(0, 0, "o", ms=4, color="#d95f02")
-    left.set(title="1. a mode", xlim=(float(a[0]), float(a[-1])), ylim=(float(b[0]), float(b[-1])))
     moves = torch.stack(torch.meshgrid(a, b, indexing="xy"), -1)  # (cells, cells, 2)
     gaussian = torch.einsum("abi,ij,abj->ab", moves, precision, moves) / 2
-    middle.contour(a, b, gaussian, levels, colors="#1b9e77", linewidths=0.8)
+    middle.contour(a, b, near, levels, colors="#888888", linewidths=1)
+    middle.contour(a, b, gaussian, levels, colors="#1b9e77", linewidths=1, linestyles="--")
+    middle.plot([], [], color="#888888", lw=1, label="the loss")
+    middle.plot([], [], "--", color="#1b9e77", lw=1, label="the Gaussian")
     middle.plot(0, 0, "o", ms=4, color="#d95f02")
-    middle.set(title="2. a Gaussian at it", xlim=left.get_xlim(), ylim=left.get_ylim())
+    middle.set(title="2. a Gaussian at it, 1 to 6 sd", xlim=_ends(a), ylim=_ends(b))
     x, mean, low, high = (t.squeeze(1).detach() for t in band)
-    right.fill_between(x, low, high, color="#1b9e77", alpha=0.25, lw=0)
-    right.plot(x, mean, color="#1b9e77")
-    right.plot(data[0], data[1], ".", ms=3, color="#333333")
-    right.set(title="3. predictions with 95 % intervals", ylim=(-4, 4))
+    right.fill_between(x, low, high, color="#1b9e77", alpha=0.25, lw=0, label="95 % interval")
+    right.plot(x, mean, color="#1b9e77", label="mean")
+    right.plot(x, x.sin(), "--", color="#888888", lw=1, label="truth")
+    right.plot(data[0], data[1], ".", ms=3, color="#333333", label="data")
+    right.set(title="3. predictions", xlabel="x", ylabel="y", ylim=(-4, 4))
     for axes in (left, middle):
         axes.set(xlabel="first principal component", ylabel="second")
-    right.set(xlabel="x", ylabel="y")
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
-    fig.savefig(file, dpi=150)
+        axes.legend(fontsize=7, loc="upper right" if axes is left else "lower left", framealpha=0.8)
+    fig.savefig(file, dpi=130)
+
+
+def _ends(values: Tensor) -> tuple[float, float]:
+    return float(values[0]), float(values[-1])
 
 
 if __name__ == "__main__":

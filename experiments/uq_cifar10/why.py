@@ -3,13 +3,15 @@
     python -m experiments.uq_cifar10.why --data DIR [--quick] [--cache DIR]
 
 The last layer with kron and GGN, as the defaults have it. Written are the NLL of the network on its training and test
-images, and for each prior precision the evidence and the NLL with two links: on training images, test images and the
-mean over corrupted ones.
+images, and for each prior precision the evidence and the NLL with three links: on training images, test images and the
+mean over corrupted ones. The third link is probit of what softmax sees of the logits, their differences from their
+mean: beside probit, it tells what the variance that all logits share does to the probabilities.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 from experiments.uq.methods import BATCH, Method, rescaled, single
 from experiments.uq.report import markdown
@@ -20,10 +22,30 @@ from torch import Tensor
 
 from laplace import Laplace
 from laplace.evaluation import nll
+from laplace.predictive import OutputGaussian, Prediction
+from laplace.predictive.links import probit
 
 PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
 LINKS = ("one_vs_rest", "probit")
 TRAINING = 5000  # training images that are scored
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Predicts softmax of g_c / sqrt(1 + pi/8 var(g_c)) with g_c = f_c - mean of f: no class shares a variance."""
+
+    la: Laplace
+
+    def predict(self, x: Tensor) -> Prediction:
+        """Return the prediction with the default link, which contains the distribution of g."""
+        return self.la.predict(x)
+
+    def mean(self, x: Tensor) -> Tensor:  # (N, C)
+        """Return the probabilities."""
+        outputs = self.predict(x).outputs
+        if not isinstance(outputs, OutputGaussian) or outputs.contrasts is None:
+            raise TypeError("The differences of the logits need a Gaussian with contrasts.")
+        return probit(outputs.contrasts.mean, outputs.contrasts.variance)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,6 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
         for link in LINKS:
             own = Method("", la, link)
             rows.get(f"{precision:g}, {link}", lambda own=own, found=found: measured(own, images) | found)
+        name, own = f"{precision:g}, probit of differences", Differences(la)
+        rows.get(name, lambda own=own, found=found: measured(own, images) | found)
     names = ["train", "test", "shifted", "evidence"]
     print(markdown(["", *names], [[k, *(str(row.get(n, "-")) for n in names)] for k, row in rows.rows.items()]))
 

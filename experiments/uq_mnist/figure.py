@@ -16,6 +16,7 @@ STYLES = {  # Laplace's lines are solid
     "IVON": ("#33a02c", ":"),
     "CSGHMC": ("#6a3d9a", ":"),
     "LA": ("#1b9e77", "-"),
+    "LA calibrated": ("#66a61e", "-."),
     "LA paper": ("#e6ab02", "-"),
     "LA* paper": ("#d95f02", "-"),
     "mixture of LA": ("#e7298a", "-"),
