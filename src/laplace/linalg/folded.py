@@ -1,12 +1,12 @@
 """Keep a symmetric matrix in fewer numbers than it has, in a tensor that is written out whenever it is read.
 
 To everyone else a `Folded` tensor is the matrix: it has its shape and dtype, and what is computed from it is an
-ordinary tensor. Sums over few rows are kept as the rows (`few_rows.py`), other wide sums as one triangle (`triangle.py`).
+ordinary tensor. Sums over few rows are kept as the rows (`few_rows.py`), other wide sums as a triangle (`triangle.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Folded(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # so that results are ordinary tensors
 
     @staticmethod
-    def __new__(cls, kept: Tensor, d: int, dtype: torch.dtype) -> Self:
+    def __new__(cls, kept: Tensor, d: int, dtype: torch.dtype) -> Any:
         self = Tensor._make_wrapper_subclass(cls, (1, d, d), dtype=dtype, device=kept.device)
         self.kept = kept
         return self
@@ -57,7 +57,7 @@ class Folded(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}({self.shape[-1]} columns, {self.dtype}, {self.nbytes:,} bytes)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Folded:
         return memo.setdefault(id(self), type(self)(self.kept.clone(), self.shape[-1], self.dtype))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
