@@ -1,6 +1,6 @@
 """What a posterior over all weights of a transformer costs: fits, decompositions, predictions, peak memory.
 
-    python benchmarks/language_models.py --case fit --case predict --case decompose --case memory
+    python benchmarks/language_models.py --case fit --case predict --case decompose --case memory --case rows
 
 The network is `networks.gpt`: queries, keys and values are separate layers, positions are an embedding of arange(T),
 the head is not tied to the embedding, and it reads the last token. Times are CPU seconds on one thread, one turn each,
@@ -114,9 +114,17 @@ def memory() -> Iterator[Line]:
     for width, depth in ((768, 6), (768, 12)):
         plain = peak_memory(run_once, str(width), str(depth))
         for structure in ("kron", "float32"):
-            above = (peak_memory(fit_once, str(width), str(depth), structure) - plain) / 1e9
+            above = (peak_memory(fit_once, str(width), str(depth), structure, "32") - plain) / 1e9
             name = Problem(width, depth, 32).name
             yield Line(name, f"peak of a fit, {structure}", above, "GB above", 2.5)
+
+
+def memory_of_rows() -> Iterator[Line]:
+    """The same of more sequences: so many that wide sums are matrices in float64, and that they are in float32."""
+    plain = peak_memory(run_once, "768", "12")
+    for examples in (80, 256):
+        above = (peak_memory(fit_once, "768", "12", "kron", str(examples)) - plain) / 1e9
+        yield Line(Problem(768, 12, examples).name, "peak of a fit, kron", above, "GB above", 2.5)
 
 
 def run_once(width: str, depth: str) -> None:
@@ -126,13 +134,13 @@ def run_once(width: str, depth: str) -> None:
     forward(problem.model, [problem.ids[:BATCH]])
 
 
-def fit_once(width: str, depth: str, structure: str) -> None:
+def fit_once(width: str, depth: str, structure: str, examples: str) -> None:
     """Fit, and do nothing with it."""
     from laplace.structures import Kron
 
     use_one_thread()
     warnings.simplefilter("ignore", LaplaceWarning)
-    problem = Problem(int(width), int(depth), 32)
+    problem = Problem(int(width), int(depth), int(examples))
     problem.laplace(Kron(dtype=torch.float32) if structure == "float32" else Kron()).fit(problem.batches)
 
 
@@ -142,6 +150,7 @@ CASES: Final[dict[str, Callable[[], Iterator[Line]]]] = {
     "predict": predict,
     "decompose": decompose,
     "memory": memory,
+    "rows": memory_of_rows,
 }
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace
-from laplace.linalg.few_rows import FewRows, all_finite, multiplied_out, same
+from laplace.linalg.few_rows import FewRows
+from laplace.linalg.folded import all_finite, same, written_out
 from laplace.linalg.gram_sums import GramSum
 
 
@@ -24,11 +25,11 @@ def _gram(rows: Tensor) -> Tensor:  # (1, D, D)
 
 @pytest.mark.parametrize("m", [1, 40, 600])
 def test_it_is_the_matrix_to_whoever_reads_it(m):
-    kept, expected = FewRows(_rows(m), torch.float64), _gram(_rows(m))
+    kept, expected = FewRows.of(_rows(m), torch.float64), _gram(_rows(m))
     assert kept.shape == expected.shape
     assert kept.dtype == expected.dtype
     for read in (
-        multiplied_out, torch.clone, lambda t: t + 0, lambda t: 0 + t, lambda t: t.to(torch.float64),
+        written_out, torch.clone, lambda t: t + 0, lambda t: 0 + t, lambda t: t.to(torch.float64),
         lambda t: torch.cat([t]), lambda t: t[0].unsqueeze(0),
     ):  # fmt: skip
         torch.testing.assert_close(torch.empty_like(expected).copy_(read(kept)), expected, rtol=1e-12, atol=1e-12)
@@ -37,7 +38,7 @@ def test_it_is_the_matrix_to_whoever_reads_it(m):
 
 
 def test_copies_and_pickles_keep_the_rows():
-    kept = FewRows(_rows(7), torch.float64)
+    kept = FewRows.of(_rows(7), torch.float64)
     for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):  # noqa: S301 - our own bytes
         assert isinstance(other, FewRows)
         assert same(kept, other)
@@ -46,16 +47,16 @@ def test_copies_and_pickles_keep_the_rows():
 
 
 def test_it_cannot_be_written_to():
-    kept = FewRows(_rows(7), torch.float64)
+    kept = FewRows.of(_rows(7), torch.float64)
     with pytest.raises(TypeError, match=r"clone\(\)"):
         kept.mul_(2)
 
 
 def test_equal_rows_are_the_same_matrix_and_others_are_not():
-    kept = FewRows(_rows(7), torch.float64)
-    assert same(kept, FewRows(_rows(7), torch.float64))
-    assert not same(kept, FewRows(_rows(7, seed=1), torch.float64))
-    assert not same(kept, FewRows(_rows(7, 500), torch.float64))
+    kept = FewRows.of(_rows(7), torch.float64)
+    assert same(kept, FewRows.of(_rows(7), torch.float64))
+    assert not same(kept, FewRows.of(_rows(7, seed=1), torch.float64))
+    assert not same(kept, FewRows.of(_rows(7, 500), torch.float64))
 
 
 @pytest.mark.parametrize(("value", "dtype", "fine"), [
@@ -65,9 +66,9 @@ def test_equal_rows_are_the_same_matrix_and_others_are_not():
 def test_products_that_overflow_are_noticed(value, dtype, fine):
     rows = _rows(5)
     rows[2, 3] = value
-    kept = FewRows(rows, dtype)
+    kept = FewRows.of(rows, dtype)
     assert all_finite(kept) is fine
-    assert bool(multiplied_out(kept).isfinite().all()) is fine
+    assert bool(written_out(kept).isfinite().all()) is fine
 
 
 @pytest.mark.parametrize("step", [1, 10, 300])

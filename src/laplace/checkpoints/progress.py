@@ -32,9 +32,9 @@ from laplace.posterior import schema
 from laplace.weights import FoundLastLayer, Selection, Subnetwork
 
 KIND = "fit in progress"
-_SUMS = {"grams": Mapping, "others": Mapping, "generators": Mapping, "like": Tensor, "_before": Mapping,
-         "data": Mapping, "_n_before": int, "n_data": int, "n_outputs": int, "flat": bool, "_readings": int,
-         "_runs": int, "_seed": int, "_compared": bool, "_together": bool, "_counting": bool,
+_SUMS = {"grams": Mapping, "rows": Mapping, "others": Mapping, "generators": Mapping, "like": Tensor,
+         "_before": Mapping, "data": Mapping, "_n_before": int, "n_data": int, "n_outputs": int, "flat": bool,
+         "_readings": int, "_runs": int, "_seed": int, "_compared": bool, "_together": bool, "_counting": bool,
          "_forms": (list, tuple)}  # fmt: skip
 
 

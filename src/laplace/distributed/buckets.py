@@ -23,6 +23,9 @@ def add_up(
 ) -> dict[str, Tensor]:
     """Return the totals over all ranks, in the agreed dtypes, on `device`. The given tensors may be overwritten.
 
+    Keys whose tensors are the same memory, as the input factors of queries, keys and values, are added up one by one,
+    because another rank may have different tensors there. Their totals are the same memory again if they are equal.
+
     Args:
         sums: what this rank adds. Keys that it lacks count as zeros.
         forms: shape and dtype of every key.
@@ -31,10 +34,16 @@ def add_up(
         group: the process group.
         to: the only rank that needs the totals; on the others, what is returned means nothing. None: all need them.
     """
-    totals = {
-        key: (sums[key].to(dtype).contiguous() if key in sums else torch.zeros(shape, dtype=dtype, device=device))
-        for key, (shape, dtype) in forms.items()
-    }
+    totals: dict[str, Tensor] = {}
+    first: dict[tuple[object, ...], str] = {}  # which key has a memory
+    same: dict[str, str] = {}
+    for key, (shape, dtype) in forms.items():
+        own = sums[key].to(dtype).contiguous() if key in sums else torch.zeros(shape, dtype=dtype, device=device)
+        holder = first.setdefault((own.data_ptr(), own.shape, own.device), key)
+        if holder != key:
+            same[key] = holder
+            own = own.clone()  # or it would be added up again
+        totals[key] = own
     for parts in _buckets([t.view(-1) for t in totals.values()], BUCKET if to is None else TO_ONE):
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         sent = packed if via is None else packed.to(via)
@@ -46,6 +55,9 @@ def add_up(
             sizes = [len(part) for part in parts]
             for part, value in zip(parts, sent.to(packed.device).split(sizes), strict=True):
                 part.copy_(value)
+    for key, holder in same.items():
+        if torch.equal(totals[key], totals[holder]):
+            totals[key] = totals[holder]
     return totals
 
 

@@ -83,7 +83,8 @@ class Accumulator:
         self.flat = False  # whether outputs have no dimension for C
         self._counting = False  # whether any example counts
         self._pending: list[Moments] = []
-        self._held = 0
+        self._held = self._taken = 0  # numbers in them, and examples
+        self._examples = 0  # how many the loader says that it gives; 0 if it does not say, or was wrong
         self._like = torch.empty(0)  # an empty tensor with the dtype and device of the outputs
         self.pass_: Pass = structure
         self._before: Sums = {}
@@ -101,8 +102,12 @@ class Accumulator:
         self._together = True  # until a network does not run on joined batches
         self._trusting: Callable[[], AbstractContextManager[None]] = nullcontext  # after a resume: `Progress.trusting`
 
-    def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None) -> None:
-        """Run over all batches, and over those of `again` as often as the structure asks for."""
+    def run(self, batches: Iterable[Batch], again: Callable[[], Iterable[Batch]] | None, examples: int = 0) -> None:
+        """Run over all batches, and over those of `again` as often as the structure asks for.
+
+        `examples` is about how many there will be, 0 if nobody knows. If it is wrong, the run begins again without it.
+        """
+        self._examples = 0 if again is None else examples
         self._resume()
         if self.progress is not None and self.reduce.size > 1:
             self._catch_up()
@@ -161,6 +166,7 @@ class Accumulator:
             self._add(batches)
             with torch.no_grad():
                 self._take()
+            self._require_rows()
         except FormChangedError as error:
             if self.reduce.size == 1:
                 raise
@@ -170,6 +176,12 @@ class Accumulator:
         many = self.reduce.size > 1
         marks = (sum(self._marks), {key: float(value.sum()) for key, value in self.data.items()} if many else {})
         return Read(self.n_data, self._counting, used, self._forms, changed, learned, marks)
+
+    def _require_rows(self) -> None:
+        """Start again if products were taken in float32 for rows that have not come."""
+        if any(isinstance(value, GramSum) and value.mistaken for value in self.sums.values()):
+            self._examples = 0
+            raise FormChangedError("the loader gave fewer rows than its length and its first batch led to expect.")
 
     def _used(self) -> set[str]:
         """Return the names of the tensors that the batches of this rank have used."""
@@ -195,7 +207,7 @@ class Accumulator:
 
     def _start_run(self) -> None:
         self._readings += 1
-        self.sums, self.data, self.n_data, self._pending, self._held = {}, {}, 0, [], 0
+        self.sums, self.data, self.n_data, self._pending, self._held, self._taken = {}, {}, 0, [], 0, 0
         self._zeros, self._marks = {}, []
         if self.progress is not None:
             self.progress.restart()
@@ -230,12 +242,19 @@ class Accumulator:
     def _finished_sums(self, used: set[str]) -> Sums:
         """Return the sums of this run over the data, with zeros of tensors that no rank has used."""
         add_to(self.sums, {key: value for key, value in self._zeros.items() if key.rpartition("/")[0] not in used})
-        alone = self.reduce.size == 1  # other ranks have other rows: only products add up
+        alone = self.reduce.size == 1  # other ranks have other rows: only whole products add up
         found: Sums = {}
+        whole: dict[int, Tensor] = {}  # of sums with several names
         for key in list(self.sums):  # each is dropped as soon as it is finished: two copies of all would be large
             total = self.sums.pop(key)
-            closed = alone and isinstance(total, GramSum)
-            found[key] = total.close() if closed else as_tensor(total, self._like)
+            if not isinstance(total, GramSum):
+                found[key] = as_tensor(total, self._like)
+            elif alone:
+                found[key] = total.close()
+            else:
+                if id(total) not in whole:
+                    whole[id(total)] = total.flush().unsqueeze(0)
+                found[key] = whole[id(total)]
         return found
 
     def _reduced(self, sums: Sums, data: Sums) -> tuple[Sums, Sums]:
@@ -344,6 +363,7 @@ class Accumulator:
 
     def _keep(self, inputs: Inputs, forward: Forward, targets: Targets, of: Tensor | None) -> None:
         """Collect the moments of a batch. They are computed now, or together with those of the next batches."""
+        self._taken += forward.positions.n
         for moments in self._moments(forward, targets, of):
             self._pending.append(moments)
             self._held += moments.held
@@ -357,12 +377,13 @@ class Accumulator:
         """
         with torch.no_grad():
             self._take()
-        grams = {key: value.flush() for key, value in self.sums.items() if isinstance(value, GramSum)}
+        running = {key: value for key, value in self.sums.items() if isinstance(value, GramSum)}
+        made = {id(value): value.flush() for value in running.values()}  # once for each, however many names it has
+        grams = {key: made[id(value)] for key, value in running.items()}
+        rows = {key: (value.seen, value.expected) for key, value in running.items()}
         others = {key: value for key, value in self.sums.items() if key not in grams}
-        going_on = sums_from(grams)
-        self.sums = {key: going_on[key] if key in grams else others[key] for key in self.sums}
         generators = {} if self.generator is None else {"now": self.generator.get_state(), "at first": self._state}
-        state = {"grams": grams, "others": others, "generators": generators, "like": self._like}
+        state = {"grams": grams, "rows": rows, "others": others, "generators": generators, "like": self._like}
         return state | {key: getattr(self, key) for key in _STATE}
 
     def _resume(self) -> None:
@@ -379,7 +400,7 @@ class Accumulator:
         if self.generator is not None:
             for key in ("now", "at first"):  # check both now: the second is used much later
                 torch.Generator(self.generator.device).set_state(state["generators"][key].cpu())
-        self.sums = {**state["others"], **sums_from(state["grams"])}
+        self.sums = {**state["others"], **sums_from(state["grams"], state["rows"])}
         self._like = state["like"]
         for key in _STATE:
             setattr(self, key, state[key])
@@ -457,14 +478,14 @@ class Accumulator:
                 self._require_memory(first, self._like)
             with self._trusting():
                 self._add_sums(first.merged(others) if others else first)
-            self._pending, self._held = [], 0
+            self._pending, self._held, self._taken = [], 0, 0
 
     def _add_sums(self, moments: Moments) -> None:
         """Add the sums of a batch. Sums of unused tensors wait for a batch that uses them, which shows their form."""
         part = dict(self.pass_.sums(moments, self.layout))
         names = {name for name, m in zip(self.layout.names, moments.parameters, strict=True) if is_absent(m)}
         waiting = {key: part.pop(key) for key in list(part) if key.rpartition("/")[0] in names}
-        add_to(self.sums, part)
+        add_to(self.sums, part, self._examples / self._taken if self._taken else 0.0)
         self._zeros = {**waiting, **self._zeros}
 
     def _require_memory(self, moments: Moments, like: Tensor) -> None:

@@ -25,6 +25,7 @@ from laplace.inference.progress import Progress
 from laplace.inference.rereading import Rereading
 from laplace.inference.runner import Runner, dims_of
 from laplace.network.batches import Batch
+from laplace.network.loaders import examples_in
 from laplace.network.watching import unregistered_in, watch_again
 from laplace.posterior.posterior import Fit
 from laplace.priors.base import Prior
@@ -114,7 +115,8 @@ def fit(
             once = isinstance(loader, Iterator)
             shared.require_same(runner, weights, engine.plan, estimator, once, reduce, shard_factors)
         unread = stream if own is None else chain([own], stream)
-        sums.run(unread, None if isinstance(loader, Iterator) else read)
+        examples = 0 if own is None else examples_in(loader, len(own.y))
+        sums.run(unread, None if isinstance(loader, Iterator) else read, examples)
         found = sums.fit(mean)
         if shard.examples is not None and found.n_data < shard.examples and reduce.rank == 0:
             runner.warn_once("fewer", _fewer(found.n_data, shard.examples))

@@ -12,7 +12,7 @@ from laplace.backprop.gradients import Moments, is_absent
 from laplace.budget import Budget, in_bytes
 from laplace.errors import NumericalError
 from laplace.inference.reads import ABSENT, Form
-from laplace.linalg.few_rows import all_finite
+from laplace.linalg.folded import all_finite
 from laplace.linalg.gram_sums import GramRows, GramSum
 from laplace.linalg.shared_sums import share_equal_rows
 from laplace.linalg.symmetric import gram, in_sums, or_double
@@ -20,9 +20,12 @@ from laplace.structures import STRUCTURES, Structure, Sums
 from laplace.weights.layout import Layout
 
 
-def add_to(total: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add the contributions of a batch to sums: tensors, `GramRows` and numbers. Each leaves `part` as it is added."""
-    added = share_equal_rows(total, part)
+def add_to(total: dict[str, Any], part: dict[str, Any], times: float = 0.0) -> None:
+    """Add the contributions of a batch to sums: tensors, `GramRows` and numbers. Each leaves `part` as it is added.
+
+    `times` is how often as many rows as here will come in all; 0 if nobody knows.
+    """
+    added = share_equal_rows(total, part, times)
     for key in list(part):
         value = part.pop(key)
         so_far = total.get(key)
@@ -50,10 +53,8 @@ def require_finite_sums(sums: Sums, dtype: torch.dtype) -> None:
         )
 
 
-def as_tensor(total: Tensor | GramSum | float, like: Tensor) -> Tensor:
+def as_tensor(total: Tensor | float, like: Tensor) -> Tensor:
     """Return a finished sum as a tensor, on the device of `like`."""
-    if isinstance(total, GramSum):
-        return total.flush().unsqueeze(0)
     return total if isinstance(total, Tensor) else torch.tensor(total, dtype=torch.float64, device=like.device)
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from laplace.linalg.few_rows import FewRows
-from laplace.linalg.symmetric import MANY, PRECISE, add_half, gram, in_sums, mirror
+from laplace.linalg.folded import Folded
+from laplace.linalg.symmetric import MANY, PRECISE, gram, in_sums
+from laplace.linalg.triangle import Triangle
 
 _HELD = 2**22  # most numbers collected before a product
 _ENOUGH = 512  # rows from which a product reaches full speed
@@ -29,15 +31,27 @@ class GramSum:
     """Sums `GramRows`. Small blocks of rows are collected in a buffer before the product.
 
     With a `dtype`, all products and sums of wide matrices are in it. Without, they are in float64 where float32 may
-    harm: see `gram`.
+    harm: see `gram`. For wide matrices the number of all rows decides that, those still to come included. If `expected`
+    tells it, nothing has to wait for it, and `mistaken` says in the end whether it was wrong.
+
+    Args:
+        total: the sum so far, (D, D).
+        dtype: the dtype of products and sums of wide matrices, or None.
+        seen: the number of rows in the sum so far.
+        expected: about how many rows there will be in all; 0 if nobody knows.
     """
 
-    def __init__(self, total: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
-        self.total = total  # (D, D)
-        self.dtype = dtype
+    def __init__(
+        self, total: Tensor | None = None, dtype: torch.dtype | None = None, seen: int = 0, expected: float = 0.0
+    ) -> None:
+        self.dtype, self.seen, self.expected = dtype, seen, expected
+        self._narrow: Tensor | None = None  # the sum of a matrix with few columns, (D, D)
+        self._wide: Triangle | None = None  # the sum of one with many
         self._buffer: Tensor | None = None
-        self._filled = self._seen = 0
+        self._filled = 0
         self._closed: Tensor | None = None
+        if total is not None:
+            self.add_gram(total)
 
     def add(self, rows: Tensor) -> None:  # (M, D)
         """Add rows. They are copied or multiplied at once, because a loader may reuse its memory."""
@@ -73,48 +87,65 @@ class GramSum:
         return self._buffer
 
     def _room(self, d: int) -> int:
-        """Return how many rows are collected. Of a wide matrix, at first as many as a product in float32 needs.
+        """Return how many rows are collected.
 
-        They take no more memory than a sum in float64, which their product would need before. Later only as many as a
-        product at full speed needs: a network has a hundred wide matrices, and each has its own buffer.
+        Of a wide matrix they are as many as a product at full speed needs: a network has a hundred wide matrices, each
+        with its own buffer. Only as long as nobody knows which dtype the product must have, they are as many as decide
+        that. So it is, too, where so few are expected that the rows take less memory than their product.
         """
         if d < MANY:
             return min(_HELD // d, max(8 * d, 2 * _ENOUGH))
-        return 2 * d if self.dtype is None and self._seen < 2 * d else _ENOUGH_WIDE
+        waiting = self.dtype is None and self.seen < 2 * d and self.expected <= d
+        return 2 * d if waiting else _ENOUGH_WIDE
 
     def add_gram(self, term: Tensor) -> None:  # (D, D)
         """Add a finished product."""
-        self.total = in_sums(term, copy=True) if self.total is None else self.total.add_(term)
+        if len(term) < MANY:
+            self._narrow = in_sums(term, copy=True) if self._narrow is None else self._narrow.add_(term)
+            return
+        if self._wide is None:
+            self._wide = Triangle.zeros(len(term), in_sums(term[:1, :1]) if len(term) <= PRECISE else term)
+        self._wide.add_matrix(term)
 
     def copy(self) -> GramSum:
         """Return a sum of the same rows that can grow independently."""
         other = copy.copy(self)
-        for name in ("total", "_buffer"):
-            tensor = getattr(self, name)
-            setattr(other, name, None if tensor is None else tensor.clone())
+        other._narrow, other._buffer = (None if t is None else t.clone() for t in (self._narrow, self._buffer))
+        other._wide = copy.deepcopy(self._wide)
         return other
 
     def flush(self) -> Tensor:  # (D, D)
         """Return the sum of everything so far."""
         self._empty()
-        assert self.total is not None
-        return mirror(self.total) if len(self.total) >= MANY else self.total
+        if self._wide is not None:
+            return self._wide.written_out()[0]
+        assert self._narrow is not None
+        return self._narrow
 
     def close(self) -> Tensor:  # (1, D, D)
-        """Return the sum of everything as the rows, if they are few, or as `flush` does. Nothing is added any more."""
+        """Return the sum of everything, a wide one as its rows or as a triangle. Nothing is added any more."""
         if self._closed is None:
-            rows = self._few()
-            self._closed = self.flush().unsqueeze(0) if rows is None else rows
-            self._buffer = self.total = None
+            self._closed = self._few()
+        if self._closed is None:
+            self._empty()
+            self._closed = self.flush().unsqueeze(0) if self._wide is None else self._wide
+        self._buffer = self._narrow = self._wide = None
         return self._closed
 
-    def _few(self) -> FewRows | None:
+    @property
+    def mistaken(self) -> bool:
+        """Return whether more rows were expected than have come, so that products are in float32 and must not be."""
+        parts = (self._wide, self._buffer)
+        d = max((t.shape[-1] for t in parts if t is not None), default=0)
+        return d >= MANY and self.dtype is None and self.seen + self._filled < 2 * d <= self.expected
+
+    def _few(self) -> Folded | None:
         """Return the rows if all are there, and take at most half of the memory of their product."""
-        if self._buffer is None or self.total is not None or self._buffer.shape[1] < MANY:
+        if self._buffer is None or self._wide is not None or self._buffer.shape[1] < MANY:
             return None
         rows, d = self._buffer[: self._filled], self._buffer.shape[1]
         dtype = self.dtype or (torch.float64 if d <= PRECISE or len(rows) < 2 * d else rows.dtype)
-        return FewRows(rows.clone(), dtype) if 2 * rows.nbytes <= d * d * dtype.itemsize else None
+        return FewRows.of(rows.clone(), dtype) if 2 * rows.nbytes <= d * d * dtype.itemsize else None
 
     def _empty(self) -> None:
         if self._filled and self._buffer is not None:
@@ -125,18 +156,15 @@ class GramSum:
 
     def _take(self, rows: Tensor) -> None:
         m, d = rows.shape
-        self._seen += m
+        self.seen += m
         if d < MANY:
             self.add_gram(gram(rows))
             return
-        if self._seen < 2 * d and self.dtype is None:  # these rows may be all the data: see `gram`
+        if max(self.seen, self.expected) < 2 * d and self.dtype is None:  # these may be all the rows: see `gram`
             rows = rows.double()
-        if self.total is None:
+        if self._wide is None:
             precise = self.dtype is None and d <= PRECISE
-            self.total = rows.new_zeros(d, d, dtype=torch.float64 if precise else rows.dtype)
+            self._wide = Triangle.zeros(d, rows.new_empty(0, dtype=torch.float64 if precise else rows.dtype))
         elif d > PRECISE:
-            self.total = self.total.to(rows.dtype)
-        if self.total.dtype == rows.dtype:
-            add_half(self.total, rows)  # only one triangle is kept until `flush`
-        else:
-            self.total.add_(add_half(rows.new_zeros(d, d), rows))
+            self._wide = self._wide.converted(rows.dtype)
+        self._wide.add_rows(rows)

@@ -29,21 +29,36 @@ class Added:
             total.add(value.rows)
 
 
-def share_equal_rows(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float]) -> Added:
-    """Give new names of equal rows one sum, and names whose rows differ from now on a sum of their own."""
-    here = {key: _place(value.rows) for key, value in part.items() if isinstance(value, GramRows)}
+def share_equal_rows(total: dict[str, Any], part: Mapping[str, Tensor | GramRows | float], times: float = 0.0) -> Added:
+    """Give new names of equal rows one sum, and names whose rows differ from now on a sum of their own.
+
+    A new sum expects `times` as many rows as these in all. With 0, nobody knows.
+    """
+    brought = {key: value for key, value in part.items() if isinstance(value, GramRows)}
+    here = {key: _place(value.rows) for key, value in brought.items()}
     _separate(total, here, part)
     made: dict[tuple[object, ...], GramSum] = {}
-    for key, place in here.items():
+    for key, value in brought.items():
         if key not in total:
-            total[key] = made.setdefault(place, GramSum())
+            expected = times * len(value.rows) if value.dtype is None else 0.0
+            total[key] = made.setdefault(here[key], GramSum(expected=expected))
     return Added()
 
 
-def sums_from(grams: Mapping[str, Tensor]) -> dict[str, GramSum]:
-    """Return sums that go on from these. Names of the same memory share one."""
+def sums_from(grams: Mapping[str, Tensor], rows: Mapping[str, tuple[int, float]]) -> dict[str, GramSum]:
+    """Return sums that go on from these. Names of the same memory share one.
+
+    `rows` has the numbers of rows that each has seen, and expects in all.
+    """
     made: dict[tuple[object, ...], GramSum] = {}
-    return {key: made.setdefault(_place(total), GramSum(total)) for key, total in grams.items()}
+    sums = {}
+    for key, total in grams.items():
+        place = _place(total)
+        if place not in made:
+            seen, expected = rows[key]
+            made[place] = GramSum(total, seen=int(seen), expected=float(expected))
+        sums[key] = made[place]
+    return sums
 
 
 def _separate(total: dict[str, Any], here: Mapping[str, tuple[object, ...]], part: Mapping[str, Any]) -> None:

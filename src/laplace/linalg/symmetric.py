@@ -18,6 +18,7 @@ from laplace.linalg.conditioning import least_in_float32, may_exceed
 EIGH = 6.0  # cost of an eigendecomposition, in multiplications per D^3
 SYMMETRIC = 0.6  # cost of `gram`, as a share of the full product
 MANY = 512  # columns from which computing only half a product is worth several calls
+_MORE = 2048  # columns from which narrower strips are as fast, and save memory
 _ALIGNED = 16  # strips begin at multiples of it, because kernels work on whole registers
 _LONG = 2**11  # rows from which half a product is worth it for few columns, too
 NARROW = 64  # columns up to which products are in float64; for wider ones they would take up to a third of a fit
@@ -61,21 +62,21 @@ def precise_gram(rows: Tensor) -> Tensor:  # (M, D) -> (D, D)
 
 def add_half(total: Tensor, rows: Tensor) -> Tensor:  # (D, D), (M, D)
     """Add rows^T rows to the lower triangle."""
-    for a, b in _strips(len(total)):
+    for a, b in strips(len(total)):
         total[a:b, :b].addmm_(rows[:, a:b].T, rows[:, :b])
     return total
 
 
 def mirror(total: Tensor) -> Tensor:  # (D, D)
     """Copy the lower triangle to the upper one."""
-    for a, b in _strips(len(total)):
+    for a, b in strips(len(total)):
         total[:a, a:b] = total[a:b, :a].T
     return total
 
 
-def _strips(d: int) -> list[tuple[int, int]]:
-    """Return bounds of strips of neighbouring rows. Each strip is multiplied out up to the diagonal."""
-    count = 8 if d >= MANY else 3
+def strips(d: int) -> list[tuple[int, int]]:
+    """Return bounds of strips of neighbouring rows of a (D, D) matrix. Each is multiplied out up to the diagonal."""
+    count = 3 if d < MANY else 8 if d < _MORE else 16
     ends = [k * d // count // _ALIGNED * _ALIGNED for k in range(count)]
     return list(zip(ends, [*ends[1:], d], strict=True))
 

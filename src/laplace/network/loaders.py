@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import length_hint
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from laplace.checks import shown, whole_number
 from laplace.errors import InputError, OptionError
@@ -112,6 +114,20 @@ def held_out_batches(data: Any) -> Any:
 def is_pair(loader: Any) -> bool:
     """Return whether a loader is whole data instead, a tuple (x, y) of tensors or arrays."""
     return isinstance(loader, tuple) and len(loader) == 2 and all(isinstance(p, Tensor) or is_array(p) for p in loader)
+
+
+def examples_in(loader: Iterable[Any], first: int) -> int:
+    """Return how many examples a loader says that it gives, 0 if it says nothing. Nothing is read.
+
+    If it says only how many batches, these are at least so many examples, provided that all but the last batch are as
+    large as the first, which has `first` examples.
+    """
+    batches = length_hint(loader, 0)  # a loader over an iterable dataset has a len() that fails
+    if isinstance(loader, ArrayBatches):
+        return len(loader.y)
+    if batches and isinstance(loader, DataLoader) and loader.batch_size is not None and not loader.drop_last:
+        return length_hint(loader.sampler, 0)
+    return (batches - 1) * first + 1 if batches else 0
 
 
 def _sliceable(array: Any) -> np.ndarray:

@@ -15,7 +15,7 @@ from laplace.backprop.covariances import Basis, ReflectedBasis
 from laplace.backprop.gradients import Jacobian, Moments, MomentsOf
 from laplace.budget import Budget
 from laplace.errors import OptionError, warn
-from laplace.linalg.few_rows import multiplied_out, same
+from laplace.linalg.folded import same, written_out
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.low_rank_eigh import low_rank_eigh
 from laplace.linalg.sketch import nystroem, reflections
@@ -261,7 +261,7 @@ class Eigh:
     def __call__(self, matrix: Tensor) -> tuple[Tensor, Basis]:
         if (known := self.known(matrix)) is not None:
             return known
-        whole = multiplied_out(matrix)
+        whole = written_out(matrix)
         result = self._of_low_rank(whole)
         if result is None:
             values, vectors, clipped = self._decomposed(whole)
