@@ -52,7 +52,8 @@ _STATE = (
     "_seed",
 )
 UNKNOWN = -1  # how many examples an earlier run gave, if another rank remembers its totals
-_HELD = 2**21  # how many numbers to collect before their moments are computed. More is not faster
+_HELD = 2**21  # how many numbers to collect before their moments are computed. More is not faster,
+_HELD_WIDE = 2**23  # unless there come to be so many rows by it that float32 is right for their product: see `gram`
 
 
 class Accumulator:
@@ -367,7 +368,8 @@ class Accumulator:
         for moments in self._moments(forward, targets, of):
             self._pending.append(moments)
             self._held += moments.held
-            if self._held > _HELD:
+            width = moments.held // len(forward.outputs)
+            if self._held > max(_HELD, min(_HELD_WIDE, 2 * width**2)):
                 self._take()
 
     def _partial(self) -> dict[str, Any]:
