@@ -9,8 +9,19 @@ Found = dict[tuple[int, str], list[float]]  # (images of each task, variant) -> 
 
 
 def by_variant(rows: dict[str, dict]) -> Found:
-    """Return the mean accuracy over the tasks seen, after each task, averaged over seeds."""
-    return {name: [sum(each) / len(each) for each in found] for name, found in _by_seed(rows).items()}
+    """Return the mean accuracy over the tasks seen, after each task.
+
+    It is averaged over the seeds that all variants of that size have: seeds differ, and so would means over different ones.
+    """
+    found, seeds = _by_seed(rows), dict[int, set[int]]()
+    for (examples, _), each in found.items():
+        seeds[examples] = seeds.get(examples, set(each[0])) & set(each[0])
+    return {
+        name: [
+            sum(values[s] for s in shared) / len(shared) for values in each if (shared := seeds[name[0]] & set(values))
+        ]
+        for name, each in found.items()
+    }
 
 
 def table(rows: dict[str, dict]) -> str:
@@ -19,29 +30,20 @@ def table(rows: dict[str, dict]) -> str:
     longest = max(len(means) for means in (*found.values(), PAPER))
     lines = []
     for (examples, name), means in [*found.items(), ((60_000, "paper, kron, 100 epochs"), PAPER)]:
-        seeds, beside = each.get((examples, name), []), each.get((examples, "kron"), [])
-        last = len(means) - 1
-        pairs = zip(seeds[last], beside[last], strict=False) if seeds and name != "kron" and last < len(beside) else ()
-        apart = ", ".join(f"{one - other:+.4f}" for one, other in pairs) or "-"
+        own, beside, last = each.get((examples, name), []), each.get((examples, "kron"), []), len(means) - 1
+        apart = []
+        if own and name != "kron" and last < len(beside):
+            apart = [f"{own[last][s] - beside[last][s]:+.4f}" for s in sorted(set(own[last]) & set(beside[last]))]
         cells = [*(f"{value:.4f}" for value in means), *["-"] * (longest - len(means))]
-        lines.append([f"{examples:,}", name, str(len(seeds[0])) if seeds else "-", *cells, apart])
-    names = [
-        "images a task",
-        "tasks seen",
-        "seeds",
-        *map(str, range(1, longest + 1)),
-        "last one less kron's, each seed",
-    ]
+        lines.append([f"{examples:,}", name, *cells, ", ".join(apart) or "-"])
+    names = ["images a task", "tasks seen", *map(str, range(1, longest + 1)), "last one less kron's, in each seed"]
     return markdown(names, lines)
 
 
-def _by_seed(rows: dict[str, dict]) -> dict[tuple[int, str], list[list[float]]]:
-    """Return for each variant and each number of tasks seen the accuracy of every seed, in the order of the seeds."""
+def _by_seed(rows: dict[str, dict]) -> dict[tuple[int, str], list[dict[int, float]]]:
+    """Return for each variant, after each task, the mean accuracy over the tasks seen of every seed."""
     groups: dict[tuple[int, str], dict[int, dict[int, float]]] = {}
     for key, row in rows.items():
         examples, name, seed, seen = key.split("/")
         groups.setdefault((int(examples), name), {}).setdefault(int(seen), {})[int(seed)] = row["mean"]
-    return {
-        name: [[found[seen][seed] for seed in sorted(found[seen])] for seen in sorted(found)]
-        for name, found in groups.items()
-    }
+    return {name: [found[seen] for seen in sorted(found)] for name, found in groups.items()}

@@ -104,7 +104,8 @@ class GramSum:
             self._narrow = in_sums(term, copy=True) if self._narrow is None else self._narrow.add_(term)
             return
         if self._wide is None:
-            self._wide = Triangle.zeros(len(term), in_sums(term[:1, :1]) if len(term) <= PRECISE else term)
+            dtype = torch.float64 if len(term) <= PRECISE else term.dtype
+            self._wide = Triangle.zeros(len(term), term.new_empty(0, dtype=dtype))
         self._wide.add_matrix(term)
 
     def copy(self) -> GramSum:
