@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import combinations, product
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -194,6 +195,20 @@ def dense(la: Laplace, x: Tensor) -> Tensor:
     return la(x, joint=True)[1]
 
 
+@pytest.mark.parametrize("form", ["array", "DataFrame", "list"])
+def test_a_pool_may_be_an_array(form):
+    make = {"array": Tensor.numpy, "DataFrame": lambda x: pd.DataFrame(x.numpy()), "list": Tensor.tolist}[form]
+    for la in (
+        classifier(),
+        regression(),
+        Laplace(network(1).float(), "regression").fit([(X.float(), X[:, :1].float())]),
+    ):
+        pool = POOL.to(next(la.model.parameters()).dtype)
+        for method in ("bald", "batch_bald", "epig"):
+            found = acquire(la, make(pool), 3, method, generator=seeded())
+            assert torch.equal(found.indices, acquire(la, pool, 3, method, generator=seeded()).indices)
+
+
 @pytest.mark.parametrize("c", [1, 2])
 def test_a_regression_is_scored_in_closed_form(c):
     la, noise = regression(c), 0.09
@@ -246,6 +261,8 @@ def test_wrong_input_is_refused():
         score(la, POOL, n_samples=1)
     with pytest.raises(InputError, match="no example"):
         score(la, [])
+    with pytest.raises(InputError, match=r"a DataLoader that shuffles.*shuffle=False"):
+        acquire(la, DataLoader(TensorDataset(POOL), 2, shuffle=True), 2)
     with pytest.raises(InputError, match="a tensor of N inputs is needed"):
         score(regression(), [(POOL,)])
     with pytest.raises(UnsupportedError, match="'margin' is the distance of two classes"):

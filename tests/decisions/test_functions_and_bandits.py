@@ -10,7 +10,7 @@ from torch import nn
 
 from laplace import Laplace
 from laplace.decisions import choose, draw_functions
-from laplace.errors import InputError, NotFittedError, OptionError, UnsupportedError
+from laplace.errors import InputError, ModelError, NotFittedError, OptionError, UnsupportedError
 
 X = torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(12, 2)
 
@@ -65,6 +65,8 @@ def test_options_are_chosen_by_mean_bound_and_draw():
     assert torch.equal(choose(la, options, "ucb", beta=3.0), (mean + 3 * spread).argmax(1))
     f = la.functional_samples(options.flatten(0, 1), n_samples=1, generator=seeded()).reshape(7, 4)
     assert torch.equal(choose(la, options, generator=seeded()), f.argmax(1))
+    assert torch.equal(choose(la, options.numpy(), "greedy"), mean.argmax(1))
+    assert torch.equal(choose(la, options.tolist(), "greedy"), mean.argmax(1))
 
 
 def test_thompson_chooses_as_often_as_an_option_is_best():
@@ -87,6 +89,8 @@ def test_wrong_input_is_refused():
         choose(la, torch.zeros(2))
     with pytest.raises(InputError, match=r"options are \(2, 0, 2\)"):
         choose(la, torch.zeros(2, 0, 2))
+    with pytest.raises(ModelError, match=r"read as 2 options in each of 3 contexts.*options\.unsqueeze\(0\)"):
+        choose(la, torch.zeros(3, 2).double())
     with pytest.raises(UnsupportedError, match="one reward each; 'regression' has 2 outputs"):
         choose(fitted(outputs=2), options)
     with pytest.raises(OptionError, match="generator"):

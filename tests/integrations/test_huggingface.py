@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 
 import laplace
 from laplace import Categorical, Laplace
-from laplace.errors import ArgumentError, CheckpointError, InputError, LaplaceWarning, ModelError, NotFittedError, OptionError
+from laplace.errors import (
+    ArgumentError,
+    CheckpointError,
+    InputError,
+    LaplaceWarning,
+    ModelError,
+    NotFittedError,
+    OptionError,
+)
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -166,7 +174,9 @@ def test_examples_that_are_no_batch_say_how_they_are_joined():
 
 def test_who_writes_outputs_finds_answer_tokens():
     for call in (Laplace, lambda model, likelihood, **options: Laplace(model, likelihood).fit(examples(), **options)):
-        with pytest.raises(ArgumentError, match=r"no option 'outputs'\. Write Laplace\(AnswerTokens\(model, token_ids\)"):
+        with pytest.raises(
+            ArgumentError, match=r"no option 'outputs'\. Write Laplace\(AnswerTokens\(model, token_ids\)"
+        ):
             call(decoder(), "classification", outputs=[2, 3])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from laplace.checks import choice, generator_or_none, whole_number
 from laplace.decisions import information
+from laplace.decisions.arrays import inputs_for
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.blocks import joint_blocks, noise_variance
 from laplace.inference.source import FEWER, Answer, Source, scaled_outputs
@@ -26,6 +27,7 @@ from laplace.likelihoods.classes import OneOfSeveral
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws, seed_from
 from laplace.network.batches import prediction_batches
+from laplace.network.datasets import is_shuffled
 from laplace.predictive.outputs import OutputSamples
 from laplace.predictive.queries import Functions
 from laplace.predictive.response import Latent
@@ -69,8 +71,8 @@ def acquire(
 
     Args:
         la: A fitted posterior.
-        pool: N inputs: a tensor, a mapping, a tuple of inputs, or a DataLoader (in a fixed order; its labels are not
-            used). A tensor for regression.
+        pool: N inputs: a tensor, an array, a mapping, a tuple of inputs, or a DataLoader (in a fixed order; its labels
+            are not used). A tensor or an array for regression.
         n: How many inputs to choose.
         method: 'bald', the information of a label about the function (Houlsby et al. 2011); 'batch_bald', of the labels
             of the whole batch (Kirsch et al. 2019); 'epig', of a label about the labels at `targets` (Smith et al.
@@ -88,7 +90,7 @@ def acquire(
     Raises:
         OptionError: the method is unknown, or n is larger than the pool.
         UnsupportedError: the likelihood has no such score.
-        InputError: the pool holds no example.
+        InputError: the pool holds no example, or is a DataLoader that shuffles.
     """
     n, method = whole_number(n, "n"), choice(method, METHODS, "method")
     if method != "batch_bald":
@@ -100,7 +102,7 @@ def acquire(
         raise OptionError("targets= is for method='epig'; leave it out.")
     combinations = whole_number(combinations, "combinations")
     if _is_regression(la):
-        return _gaussian_batch(la, _rows(pool, "pool"), n)
+        return _gaussian_batch(la, _rows(la, pool, "pool"), n)
     p = _probabilities(la, pool, n_samples, generator_or_none(generator))
     _require_enough(n, p.shape[1])
     joint, chosen, gains = information.JointEntropy(p, combinations, generator), [], []
@@ -148,7 +150,9 @@ def score(
     if targets is not None and method != "epig":
         raise OptionError(f"targets= is for method='epig', not {method!r}; leave it out.")
     if _is_regression(la):
-        return _gaussian_scores(la, _rows(pool, "pool"), method, None if targets is None else _rows(targets, "targets"))
+        return _gaussian_scores(
+            la, _rows(la, pool, "pool"), method, None if targets is None else _rows(la, targets, "targets")
+        )
     if method != "epig":
         formulas = {"entropy": information.predictive_entropy, "margin": information.small_margin}
         formula = formulas.get(method, information.mutual_information)
@@ -180,6 +184,11 @@ def _is_regression(la: Source) -> bool:
 
 def _drawn(la: Source, pool: Any, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
     """Yield class probabilities at consecutive batches, (S, n, K). The functions are the same for all of them."""
+    if is_shuffled(pool):
+        raise InputError(
+            "the pool is a DataLoader that shuffles, so that nobody could tell which inputs the indices mean. Write "
+            "DataLoader(dataset, batch_size, shuffle=False)."
+        )
     seed = seed_from(generator)
     draws, frame = whole_number(n_samples, "n_samples", 2), la.frame
     answer, seen = Answer(frame.budget, FEWER), 0
@@ -258,8 +267,9 @@ def _noise(la: Source, x: Tensor) -> Tensor:  # (N, C)
     return noise_variance(la, x, _USE).double()
 
 
-def _rows(x: Any, what: str) -> Tensor:
+def _rows(la: Source, x: Any, what: str) -> Tensor:
     """Return inputs of a regression, whose joint covariances are needed."""
+    x = inputs_for(la, x)
     if not isinstance(x, Tensor):
         raise InputError(f"the {what} of a regression is a {type(x).__name__}; a tensor of N inputs is needed.")
     if not len(x):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, generator_or_none, one_positive
-from laplace.errors import InputError, UnsupportedError
+from laplace.decisions.arrays import inputs_for
+from laplace.errors import InputError, ModelError, UnsupportedError
 from laplace.inference.drawing import functional_samples
 from laplace.inference.predict import call
 from laplace.inference.source import Source, n_outputs_at
@@ -34,7 +35,8 @@ def choose(
 
     Args:
         la: A fitted posterior of a regression with one output, the reward.
-        options: What the network is called with for each option, (B, K, ...): the context together with the option.
+        options: What the network is called with for each option, (B, K, ...): the context together with the option. A
+            tensor or an array.
         rule: 'thompson', the best under one draw of the weights, which all contexts of a call share; 'ucb', the largest
             mean plus `beta` standard deviations of the mean reward; 'greedy', the largest mean.
         beta: For 'ucb', how many standard deviations.
@@ -49,11 +51,30 @@ def choose(
         InputError: there is no dimension of options, or no option.
     """
     rule, beta, generator = choice(rule, RULES, "rule"), one_positive(beta, "beta"), generator_or_none(generator)
+    options = inputs_for(la, options)
     if not isinstance(options, Tensor) or options.dim() < 2 or not options.shape[:2].numel():
         came = tuple(options.shape) if isinstance(options, Tensor) else type(options).__name__
         raise InputError(f"options are {came}; a tensor (contexts, options, ...) is needed, with at least one of each.")
-    rows, response = options.flatten(0, 1), la.likelihood.response
-    n_outputs = n_outputs_at(la, Inputs(rows, {}, la.frame.keys))
+    try:
+        return _values(la, options.flatten(0, 1), rule, beta, generator).reshape(options.shape[:2]).argmax(1)
+    except ModelError as error:
+        if options.dim() > 2:
+            raise
+        raise ModelError(
+            f"{error}. The options {tuple(options.shape)} were read as {options.shape[1]} options in each of "
+            f"{options.shape[0]} contexts. For the options of one context write options.unsqueeze(0)."
+        ) from error
+
+
+def _values(
+    la: Source,
+    rows: Tensor,  # (B K, ...)
+    rule: str,
+    beta: float,
+    generator: torch.Generator | None,
+) -> Tensor:  # (B K, 1)
+    """Return what the rule compares, of each option."""
+    response, n_outputs = la.likelihood.response, n_outputs_at(la, Inputs(rows, {}, la.frame.keys))
     located = response.location_outputs(n_outputs)
     if response.links or len(range(n_outputs)[located]) != 1:
         raise UnsupportedError(
@@ -61,8 +82,6 @@ def choose(
             "Laplace(model, 'regression') of a network that maps a context with an option to its reward, (N, 1)."
         )
     if rule == "thompson":
-        values = functional_samples(la, rows, n_samples=1, generator=generator).reshape(len(rows), -1)[:, located]
-    else:
-        mean, variance = call(la, rows, diagonal_output=True)
-        values = mean if rule == "greedy" else mean + beta * variance.sqrt()
-    return values.reshape(options.shape[:2]).argmax(1)
+        return functional_samples(la, rows, n_samples=1, generator=generator).reshape(len(rows), -1)[:, located]
+    mean, variance = call(la, rows, diagonal_output=True)
+    return mean if rule == "greedy" else mean + beta * variance.sqrt()

@@ -269,11 +269,10 @@ def _one(loader: Any, what: str) -> Any:
     if isinstance(loader, (list, tuple)) and len(loader) == 1:
         return loader[0]
     if loader is None or isinstance(loader, (list, tuple, Mapping)):
-        came = "no" if loader is None else "several"
+        came, then = "no" if loader is None else "several", ".calibrate(loader)" if what == "validation" else ""
         raise InputError(
             f"the Trainer has {came} {what} loaders; LaplaceCallback needs one. Leave the callback out, and after "
-            f"training write Laplace(model, ...).fit(loader){'.calibrate(loader)' if what == 'validation' else ''} with "
-            "the one that is meant."
+            f"training write Laplace(model, ...).fit(loader){then} with the one that is meant."
         )
     return loader
 

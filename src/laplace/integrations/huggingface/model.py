@@ -39,7 +39,7 @@ class BayesianModel(nn.Module):
     `pipeline("text-classification", model=BayesianModel(la), tokenizer=tokenizer)` gives the scores of the predictive.
     With `pipeline_class=UncertainTextClassification` the answers hold the epistemic uncertainty, too.
 
-    `config` is the network's, with the kind of problem that the likelihood stands for, by which pipelines choose between
+    `config` is the network's, with the kind of problem that the likelihood stands for: by it, pipelines choose between
     softmax and sigmoid.
 
     Args:
