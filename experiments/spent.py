@@ -14,7 +14,7 @@ STUDIES = {  # the files of each study, and how often it is repeated in them
     "structures_fmnist": {"structures-fmnist": "3 seeds"},
     "three_steps": {"three-steps": "1 seed"},
     "selection": {"selection": "3 splits"},
-    "configurations": {"configurations": "3 seeds of CIFAR-10, 2 of Fashion-MNIST"},
+    "configurations": {"configurations": "3 seeds"},
     "shift": {"shift": "3 seeds"},
     "continual": {"continual": "1 seed"},
     "continual_limits": {"continual-limits": "1 or 2 seeds"},

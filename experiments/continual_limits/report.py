@@ -11,7 +11,7 @@ Found = dict[tuple[int, str], list[float]]  # (images of each task, variant) -> 
 def by_variant(rows: dict[str, dict]) -> Found:
     """Return the mean accuracy over the tasks seen, after each task.
 
-    It is averaged over the seeds that all variants of that size have: seeds differ, and so would means over different ones.
+    It is averaged over the seeds that all variants of that size have, because seeds differ, too.
     """
     found, seeds = _by_seed(rows), dict[int, set[int]]()
     for (examples, _), each in found.items():
