@@ -135,14 +135,28 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 @contextmanager
+def noting(where: str) -> Iterator[None]:
+    """Note in errors that are not ours, such as torch.OutOfMemoryError, where they were raised."""
+    try:
+        yield
+    except LaplaceError:
+        raise
+    except Exception as error:
+        if where and not notes_of(error):
+            note(error, f"raised in {where}")
+        raise
+
+
+@contextmanager
 def within(where: str, runs: bool = False) -> Iterator[None]:
-    """Add the batch's name to errors about data or the network. Does nothing if `where` is empty.
+    """Add the batch's name to errors about data or the network; note it in others. Nothing if `where` is empty.
 
     With `runs`, a ModelError gets the name only if the network itself raised it (it has a cause). Other ModelErrors do
     not depend on the batch.
     """
     try:
-        yield
+        with noting(where):
+            yield
     except (InputError, ModelError, NumericalError) as error:
         if not where or (runs and isinstance(error, ModelError) and error.__cause__ is None):
             raise

@@ -35,7 +35,7 @@ from laplace.structures import STRUCTURES, Structure
 from laplace.structures.blockdiag import BlockDiagonal
 from laplace.structures.functional import FUNCTIONAL
 from laplace.structures.functional.structure import DEFAULT_POINTS
-from laplace.structures.spread import most_on_one_rank
+from laplace.structures.owners import most_on_one_rank
 from laplace.weights import Subset
 
 if TYPE_CHECKING:

@@ -23,7 +23,11 @@ WORLD = "world"
 
 
 def batches(n: int = 6, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed + distributed.get_rank())
+    return some_batches(seed + distributed.get_rank(), n)
+
+
+def some_batches(seed: int, n: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(5, 4, generator=generator).double(), torch.arange(5) % 3) for _ in range(n)]
 
 
@@ -53,6 +57,34 @@ def out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+class Greedy(torch.autograd.Function):
+    """Passes values on. Runs out of memory on the way back of large ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.large = bool((x.abs() > 90).any())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        if ctx.large:
+            out_of_memory()
+        return gradients[0]
+
+
+class Passing(nn.Module):
+    """A layer that runs out of memory with large values: as they come, or on their way back."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.back = back
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.back and bool((x.abs() > 90).any()):
+            out_of_memory()
+        return Greedy.apply(x) if self.back else x
+
+
 def failures() -> dict[str, tuple[str, str, bool]]:
     """By fault of rank 1, the error of this rank, and whether its earlier posterior is as it was."""
     rank, found = distributed.get_rank(), {}
@@ -60,7 +92,7 @@ def failures() -> dict[str, tuple[str, str, bool]]:
     before = la.log_marginal_likelihood()
 
     def attempt(name: str, loader: Any, model: nn.Module | None = None) -> None:
-        one = la if model is None else Laplace(model, "classification")
+        one = la if model is None else Laplace(model, "classification", "all")
         try:
             one.fit(loader, group=distributed.group.WORLD)
             found[name] = ("none", "", True)
@@ -80,6 +112,9 @@ def failures() -> dict[str, tuple[str, str, bool]]:
     attempt("first batch", [(parts[0][0][:, :2], parts[0][1])] if rank == 1 else parts)
     attempt("interrupt", Loader(parts, 4, interrupt) if rank == 1 else parts)
     attempt("memory", Loader(parts, 2, out_of_memory) if rank == 1 else parts)
+    huge = [(x * (1e5 if rank == 1 and i == 3 else 1.0), y) for i, (x, y) in enumerate(parts)]
+    for name, back in (("memory of the network", False), ("memory of gradients", True)):
+        attempt(name, huge, nn.Sequential(network()[0], Passing(back), *network()[1:]))
     attempt("not a loader", 5 if rank == 1 else parts)
     attempt("nobody has data", [])
     other = network()
@@ -107,6 +142,8 @@ EXPECTED = {  # by fault: the error of rank 1, what it says, the error of rank 0
     "first batch": ("ModelError", "rank 1: batch 0", "RankError"),
     "interrupt": ("KeyboardInterrupt", "", "RankError"),
     "memory": ("OutOfMemoryError", "out of memory", "RankError"),
+    "memory of the network": ("OutOfMemoryError", "out of memory", "RankError"),
+    "memory of gradients": ("OutOfMemoryError", "out of memory", "RankError"),
     "not a loader": ("InputError", "rank 1: the loader is a int", "RankError"),
     "networks": ("ModelError", r"rank 1: .*differ: '2.bias' has other values.*broadcast", "RankError"),
     "options": ("OptionError", "rank 1 and rank 0 differ in structure", "RankError"),
@@ -122,6 +159,9 @@ def test_a_rank_that_fails_ends_the_call_on_all_ranks(two):
         assert re.search(rf"rank 1 failed, .*{kind}.*{message.removeprefix('rank 1: ')}", zero[name][1], re.DOTALL), (
             zero[name]
         )
+    assert "raised by the loader while it read batch 2" in zero["memory"][1]
+    assert re.search("raised in batch(es 0 to 5| 3)", zero["memory of gradients"][1])  # six small batches ran as one
+    assert "raised in batch 3." in zero["memory of the network"][1]
     for found in (zero, one):
         assert found["nobody has data"][0] == "InputError"
         assert re.search("ranks 0 and 1 read the same 15 examples", found["the same data"][1])
@@ -198,9 +238,20 @@ def test_after_a_kill_the_others_raise_and_the_resumed_job_ends_with_the_same_po
     three = Pool(3)
     assert all("left by 2 ranks" in message for message in three.run(other_number, path))
     three.close()
+    with pytest.raises(CheckpointError, match="was left by 2 ranks; this one would read other parts"):
+        Laplace(network(), "classification").fit(some_batches(0), checkpoint=path)
     resumed = two.run(killed, path, structure, False)
     assert resumed == pytest.approx(whole, rel=1e-12)
     assert not [*Path(tmp_path).iterdir()]
+
+
+def test_the_file_of_one_process_is_refused_by_several(two, tmp_path):
+    path = str(tmp_path / "fit")
+    with pytest.raises(torch.OutOfMemoryError):
+        Laplace(network(), "classification").fit(Loader(some_batches(0), 4, out_of_memory), checkpoint=path, every=2)
+    assert Path(path).is_file()
+    for message in two.run(other_number, path):
+        assert "was left by 1 rank; these 2 would read other parts of the data" in message
 
 
 def test_group_must_be_a_process_group():

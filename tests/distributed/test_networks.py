@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace import Laplace, marglik_training
 from laplace.distributed import ShardSampler, together
 from laplace.errors import LaplaceError
+from ranks import Pool
 
 pytestmark = pytest.mark.slow  # the first DistributedDataParallel of a process takes seconds
 N = 23
@@ -211,6 +212,27 @@ def files(path: str, frozen: bool) -> float:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_files_of_a_sharded_network_load_on_the_plain_one_and_on_the_sharded_one(two, tmp_path, frozen):
     assert max(two.run(files, str(tmp_path), frozen)) < 1e-12
+
+
+def in_a_part_of_the_group() -> str:
+    """What two of three ranks are told that share a network of all three."""
+    model, data = parts(normed=False)
+    fully_shard(model)
+    some = distributed.new_group([0, 1])
+    if distributed.get_rank() == 2:
+        return "not in the group"
+    return said(
+        lambda: Laplace(model, "classification").fit(
+            DataLoader(data, 4, sampler=ShardSampler(data, group=some)), group=some
+        )
+    )
+
+
+def test_a_group_without_some_of_the_pieces_is_refused():
+    three = Pool(3)
+    *told, _ = three.run(in_a_part_of_the_group, seconds=50)  # the group's timeout is 60 seconds
+    three.close()
+    assert all("sharded by fully_shard over 3 ranks, and group= has 2. Give the group" in message for message in told)
 
 
 def parallel() -> str:

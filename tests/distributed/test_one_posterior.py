@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from laplace import Laplace
 from laplace.distributed import Ranks, ShardSampler
+from ranks import Pool
 
 STRUCTURES: dict[str, dict[str, Any]] = {
     "full": {"hessian_structure": "full"},
@@ -75,7 +76,9 @@ def differences(names: list[str], task: str, subset: str, convolutional: bool = 
         args = (model, task, subset)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            torch.manual_seed(3)
             one = Laplace(*args, **STRUCTURES[name]).fit(DataLoader(whole, 9), group=None)
+            torch.manual_seed(3 + distributed.get_rank())  # ranks need not have the same random numbers
             la = Laplace(*args, **STRUCTURES[name]).fit(uneven(whole), group=distributed.group.WORLD)
         assert la.n_data == N
         found[name] = difference(one, la, whole.tensors[0][:10])
@@ -104,6 +107,50 @@ def test_some_ranks_have_the_posterior_of_one_process(some, task, subset):
 def test_some_ranks_have_the_posterior_of_a_convolutional_network(some):
     names = [name for name in STRUCTURES if name not in ("full", "block")]
     assert_small(some.run(differences, names, "classification", "all", True))
+
+
+class Branches(nn.Module):
+    """Uses a weight in another way for some examples, a layer for others alone, and another layer never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.rare, self.never, self.head = (nn.Linear(*n) for n in ((6, 7), (6, 7), (6, 2), (7, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        by_hand, rarely = x[:, :1] > 9, x[:, 1:2] > 9
+        if bool(by_hand.any()):
+            h = h + by_hand * nn.functional.linear(x, self.a.weight).sin()
+        if bool(rarely.any()):
+            h = h + rarely * self.rare(x)
+        return self.head(h.tanh())
+
+
+def used_differently(names: list[str]) -> dict[str, float]:
+    """By structure, how far from one process the posterior is if the last rank alone sees how weights are used."""
+    torch.manual_seed(0)
+    model, whole, found = Branches().double(), data("classification"), {}
+    x = whole.tensors[0]
+    x[N - 2, 0], x[N - 1, 1] = 10.0, 10.0
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    own = TensorDataset(*whole[slice(40, N) if rank == size - 1 else slice(20 * rank, 20 * (rank + 1))])
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one = Laplace(model, "classification", "all", **STRUCTURES[name]).fit(DataLoader(whole, 9), group=None)
+            la = Laplace(model, "classification", "all", **STRUCTURES[name])
+            la.fit(DataLoader(own, 7), group=distributed.group.WORLD)
+        assert la.n_data == N
+        assert [row.rule for row in la.coverage().rows] == [row.rule for row in one.coverage().rows]
+        found[name] = difference(one, la, x[-10:])
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_that_use_a_weight_differently_agree_on_one_plan():
+    three = Pool(3)
+    assert_small(three.run(used_differently, ["full", "block", "diag", "kron", "ekfac"]))
+    three.close()
 
 
 def drawn(kinds: list[str]) -> dict[str, float]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 
 from laplace import Laplace, marglik_training
 from laplace.distributed import Reduce, ShardSampler
 from laplace.distributed.shards import shard_of
+from laplace.errors import InputError, UnsupportedError
 
 N = 13
 
@@ -129,6 +141,54 @@ def _drawn_alone() -> dict[str, float]:
         p = la.predict(loader, link_approx=name, n_samples=7)
         found[f"mean {name}"], found[f"epistemic {name}"] = float(p.mean[:, 0].sum()), float(p.epistemic.sum())
     return found
+
+
+class Stream(IterableDataset):
+    """Gives a rank every k-th example of a stream."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(data()), self.rank, None, self.size)
+
+
+def streamed() -> list[float]:
+    """By curvature, the evidence of a stream that is dealt out; the error if every rank reads all of it."""
+    found: list[Any] = []
+    stream = Stream(distributed.get_rank(), distributed.get_world_size())
+    for curvature in ("ggn", "sketch"):
+        la = Laplace(network(), "classification", "all", curvature=curvature)
+        la.fit(DataLoader(stream, 4), group=distributed.group.WORLD, generator=torch.Generator().manual_seed(2))
+        found.append(float(la.log_marginal_likelihood()))
+    try:
+        la.fit(DataLoader(Stream(), 4), group=distributed.group.WORLD)
+    except InputError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_stream_of_which_each_rank_reads_every_kth_example_has_the_posterior_of_one_process(two):
+    alone = []
+    for curvature in ("ggn", "sketch"):
+        la = Laplace(network(), "classification", "all", curvature=curvature)
+        la.fit(DataLoader(Stream(), 5), generator=torch.Generator().manual_seed(2))
+        alone.append(float(la.log_marginal_likelihood()))
+    for *evidences, error in two.run(streamed):
+        assert evidences == pytest.approx(alone, abs=1e-10)
+        assert "read the same 13 examples" in error
+        assert "itertools.islice(stream, rank, None, world_size)" in error
+
+
+def test_streams_that_accelerate_has_prepared_are_refused_with_what_to_write():
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    shard = accelerate.IterableDatasetShard(Stream(), 4, num_processes=2)
+    sent, whole = (accelerate.DataLoaderDispatcher(each, batch_size=4) for each in (Stream(), data()))
+    for loader in (DataLoader(shard, 4), sent):
+        with pytest.raises(UnsupportedError, match=r"itertools.islice\(stream, rank.*without accelerator"):
+            shard_of(loader, FirstOfTwo())
+    with pytest.raises(UnsupportedError, match=r"on rank 0 .*DataLoaderConfiguration\(dispatch_batches=False\)\."):
+        shard_of(whole, FirstOfTwo())
 
 
 class FirstOfTwo(Reduce):

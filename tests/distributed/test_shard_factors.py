@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
 from laplace.distributed import ShardSampler, buckets, together
-from laplace.errors import LaplaceError
+from laplace.errors import LaplaceError, NumericalError
 from laplace.structures import Kron
 from peak import peak
 from ranks import Pool
@@ -134,6 +134,43 @@ def test_so_it_is_for_all_structures_ranks_and_shards(some, structure, task, cut
     if some.size == 1:
         pytest.skip("one process keeps all factors")
     assert_equal(some.run(compared, structure, task, cut))
+
+
+def indefinite() -> dict[str, list[str]]:
+    """By prior precision, what this rank and one process say of the evidence: most layers' blocks are indefinite."""
+    whole, world = data("regression"), distributed.group.WORLD
+    rank, found = distributed.get_rank(), {}
+    la, one = (Laplace(network("regression"), "regression", "all", "diag", curvature="hessian") for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one.fit(DataLoader(whole, 6), group=None)
+        la.fit(shards(whole, "even"), group=world, shard_factors=True)
+    lowest = [float(h.min()) for h in one.H.split(one.posterior.fit.layout.sizes)]
+    owners = la.values.fit.owners.of
+    by_rank = [min(low for low, owner in zip(lowest, owners, strict=True) if owner == r) for r in range(2)]
+    between = -sum(by_rank) / 2  # one rank's blocks are positive definite with it, the other's are not
+    for delta in (between, 1e3, between / 2, 1e4):
+        told = []
+        for each in (la, one):
+            with together(world if each is la else None):
+                try:
+                    told.append(f"{float(each.log_marginal_likelihood(delta)):.9g}")
+                except NumericalError as error:
+                    told.append(str(error).partition(":")[0])
+        found[f"{delta}"] = told
+    found["definite"] = [str(-by_rank[rank] < between), ""]
+    return found
+
+
+def test_a_block_that_one_rank_cannot_factorise_is_an_error_of_all_and_the_next_answer_is_right(two):
+    zero, one = two.run(indefinite)
+    assert {zero.pop("definite")[0], one.pop("definite")[0]} == {"True", "False"}
+    for found in (zero, one):
+        assert len(found) == 4
+        for told, expected in found.values():
+            assert told == expected
+        assert sum("not positive definite" in told for told, _ in found.values()) >= 1
+        assert sum(told.startswith("-") for told, _ in found.values()) >= 2
 
 
 def peak_of_a_fit(shard: bool) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from laplace.checkpoints import container, files
-from laplace.checks import path_of, shown, whole_number
+from laplace.checks import how_many, path_of, shown, whole_number
 from laplace.curvature import Estimator
 from laplace.distributed import Reduce, alone
 from laplace.errors import CheckpointError, InputError, LaplaceError, OptionError, UnsupportedError
@@ -145,20 +145,20 @@ class Progress:
 
 
 def _of_rank(path: Path, reduce: Reduce) -> Path:
-    """Return the file of one rank. Refuse those that another number of ranks has left."""
+    """Return the file of this process. Refuse those that another number of processes has left."""
     ending = re.compile(rf"{re.escape(path.name)}\.rank\d+of(\d+)")
-    there = [
-        found
-        for other in path.parent.glob(f"{glob.escape(path.name)}.rank*")
-        if (found := ending.fullmatch(other.name))
-    ]
-    others = {int(found[1]) for found in there} - {reduce.size}
-    if others:
+    names = [other.name for other in path.parent.glob(f"{glob.escape(path.name)}.rank*")]
+    left = {int(found[1]) for name in names if (found := ending.fullmatch(name))} | ({1} if path.is_file() else set())
+    if others := left - {reduce.size}:
         raise CheckpointError(
-            f"checkpoint={str(path)!r} was left by {others.pop()} ranks; these are {reduce.size}, which read other "
-            "parts of the data. Start as many as before, or remove the files to start anew."
+            f"checkpoint={str(path)!r} was left by {how_many(min(others), 'rank')}; {_are(reduce.size)} read other "
+            "parts of the data. Start as many as before, with the same group=, or remove the files to start anew."
         )
-    return path.with_name(f"{path.name}.rank{reduce.rank}of{reduce.size}")
+    return path if reduce.size == 1 else path.with_name(f"{path.name}.rank{reduce.rank}of{reduce.size}")
+
+
+def _are(ranks: int) -> str:
+    return "this one would" if ranks == 1 else f"these {ranks} would"
 
 
 def progress_of(
@@ -174,9 +174,7 @@ def progress_of(
 
     Each rank of a group has a file of its own, with its rank in the name.
     """
-    path, every = path_of(path, "checkpoint"), whole_number(every, "every")
-    if reduce.size > 1:
-        path = _of_rank(path, reduce)
+    path, every = _of_rank(path_of(path, "checkpoint"), reduce), whole_number(every, "every")
     spec = runner.spec
     if spec.structure.functional:
         raise UnsupportedError(

@@ -30,7 +30,8 @@ from laplace.priors.gaussian import GaussianPrior
 from laplace.spec import Spec, refuse_unknown_keywords
 from laplace.structures import Sums
 from laplace.structures.functional.points import Points
-from laplace.structures.spread import Owners, SpreadGaussian
+from laplace.structures.owners import Owners
+from laplace.structures.spread import SpreadGaussian
 from laplace.weights import FoundLastLayer, LastLayer, Layout, Selection, Subnetwork
 from laplace.weights.last_layer import REDUCTIONS
 

@@ -36,7 +36,7 @@ def load(path: str | os.PathLike[str], settings: Mapping[str, Any], device: torc
     then = state["settings"]
     if not isinstance(then, dict):
         raise damaged(path, f"its settings are a {type(then).__name__}")
-    then = {"evidence": "epochs"} | then  # of files from before there was another
+    then = {"evidence": "epochs", "ranks": 1} | then  # of files from before there were others
     differ = [f"{key} ({then.get(key)!r} there, {now!r} here)" for key, now in settings.items() if then.get(key) != now]
     if differ:
         raise CheckpointError(

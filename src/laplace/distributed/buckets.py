@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, distributed
 
+from laplace.errors import InputError
+
 BUCKET = 2**26  # bytes
 TO_ONE = 2**20  # bytes of a bucket that goes to one rank, which is short of memory: larger tensors are sent uncopied
 
@@ -59,6 +61,21 @@ def add_up(
         if torch.equal(totals[key], totals[holder]):
             totals[key] = totals[holder]
     return totals
+
+
+def agreed(forms: list[dict[str, Form]]) -> dict[str, Form]:
+    """Return shape and dtype of every key, sorted. Ranks may differ in dtype: the wider one is taken."""
+    found: dict[str, Form] = {}
+    for rank, of_rank in enumerate(forms):
+        for key, (shape, dtype) in of_rank.items():
+            known, wide = found.get(key, (shape, dtype))
+            if known != shape:
+                raise InputError(
+                    f"the sums {key!r} have shape {shape} on rank {rank} and {known} on a rank before it: the ranks "
+                    "use these weights in different ways. Give every rank data of the same kind."
+                )
+            found[key] = shape, torch.promote_types(wide, dtype)
+    return dict(sorted(found.items()))
 
 
 def _buckets(flat: list[Tensor], size: int) -> Iterator[list[Tensor]]:

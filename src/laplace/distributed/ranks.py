@@ -23,12 +23,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from laplace.distributed.buckets import add_up
+from laplace.distributed.buckets import add_up, agreed
 from laplace.distributed.reduce import Reduce
-from laplace.errors import InputError, LaplaceError, RankError, notes_of, numbered
+from laplace.errors import LaplaceError, RankError, notes_of, numbered
 
 Value = TypeVar("Value")
-Form = tuple[tuple[int, ...], torch.dtype]
 Service = Callable[[Any, list[Any]], Any]  # of a key, and what each rank asked
 
 SERVICES: dict[str, Service] = {}  # that every rank has, whatever it does
@@ -48,7 +47,9 @@ class _Report:
     calls: tuple[str, ...]  # in which the rank is, the outermost first
     value: Any = None
     error: str | None = None
+    final: bool = False  # whether the rank leaves the call with its error, as after Ctrl-C
     asked: tuple[str, Any, Any] | None = None  # the service, what of it, and what it should know
+    work: str = ""  # where in our code the rank is: all do the same work in the same order
 
 
 class Ranks(Reduce):
@@ -63,6 +64,7 @@ class Ranks(Reduce):
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._interrupted = False  # Ctrl-C came during an exchange, and nobody knows yet
         self._over = False  # whether all ranks know that the call has failed, or that it is done: nobody waits
+        self._final = False  # whether a rank has left the call for good, so that the others cannot go on without it
         self._why = ""
         self._calls: tuple[str, ...] = ()
         self._sessions = 0  # that are open, one within the other
@@ -83,17 +85,19 @@ class Ranks(Reduce):
     def session(self, name: str = "") -> Iterator[None]:
         with self._within(name):
             if not self._sessions:
-                self._over = False
+                self._over = self._final = False
             services = self.services
             self.services, self._sessions = dict(services), self._sessions + 1
             try:
                 try:
                     yield
+                    if self._interrupted:
+                        raise KeyboardInterrupt
                 except BaseException as error:
                     if not self._over:
                         self._fail(error)
                     raise
-                self.agree(lambda: None)
+                self._exchanged(_Report(self._calls, work="the end"))
             finally:
                 self.services, self._sessions = services, self._sessions - 1  # others hold the sums of what has asked
             if not self._sessions:
@@ -102,11 +106,21 @@ class Ranks(Reduce):
                 raise KeyboardInterrupt
 
     @contextmanager
+    def attempt(self) -> Iterator[None]:
+        self.agree(lambda: None)  # whoever has failed before is not in here
+        try:
+            with self.session():
+                yield
+        except Exception:
+            self._over = self._final  # all ranks know of it, and all catch it
+            raise
+
+    @contextmanager
     def _within(self, name: str) -> Iterator[None]:
         """Say with every report in which call this rank is."""
         outer = self._calls
         if not outer and not self._sessions:
-            self._over = self._interrupted = False
+            self._over = self._final = self._interrupted = False
         self._calls = (*outer, name) if name else outer
         token = _open.set(self)
         try:
@@ -124,12 +138,17 @@ class Ranks(Reduce):
             if not self._over:
                 self._fail(error)
             raise
+        return [report.value for report in self._exchanged(_Report(self._calls, value, work=_place(work)))]
+
+    def _exchanged(self, own: _Report) -> list[_Report]:
+        """Return the reports of all ranks, once none of them asks for a service any more."""
         while True:
             self._require_going()
-            reports = self._gather(_Report(self._calls, value))
+            reports = self._gather(own)
             self._raise_errors(reports)
             if not self._served(reports):
-                return [report.value for report in reports]
+                self._require_same_work(reports)
+                return reports
 
     def ask(self, service: str, key: Any, detail: Any = None) -> Any:
         """Ask all ranks to do a service together, and return what it gave this rank.
@@ -188,7 +207,8 @@ class Ranks(Reduce):
         self._over = True
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         said = self._why = "; ".join([said.rstrip("."), *notes_of(error)])
-        self._gather(_Report(self._calls, error=said))
+        reports = self._gather(_Report(self._calls, error=said, final=not isinstance(error, Exception)))
+        self._final = any(report.final or report.calls != self._calls for report in reports)
         told = numbered(error, f"rank {self.rank}") if isinstance(error, LaplaceError) else error
         if told is not error:
             raise told from error.__cause__
@@ -199,6 +219,7 @@ class Ranks(Reduce):
             self._require_same_call(reports)
             return
         self._over = True
+        self._final = any(report.final or report.calls != self._calls for report in reports)
         first = min(failed)
         more = f" ({len(failed)} of {self.size} ranks failed.)" if len(failed) > 1 else ""
         self._why = (
@@ -211,11 +232,22 @@ class Ranks(Reduce):
         """Refuse ranks of which one fits and another predicts: what they exchange would mean different things."""
         calls = [" within ".join(reversed(report.calls)) for report in reports]
         if len(set(calls)) > 1:
-            self._over = True
+            self._over = self._final = True
             told = ", ".join(f"rank {rank} is in {call or 'no call'}" for rank, call in enumerate(calls))
             self._why = (
                 f"the ranks make different calls: {told}. All ranks of a group must make the same calls with group= in "
                 "the same order; has one of them caught an error and gone on?"
+            )
+            raise RankError(self._why)
+
+    def _require_same_work(self, reports: list[_Report]) -> None:
+        """Refuse ranks that are at different places of a call, as in a search with random numbers of its own."""
+        if len({report.work for report in reports}) > 1:
+            self._over = self._final = True
+            self._why = (
+                f"the ranks do different work in {self._calls[-1] if self._calls else 'this call'}: one of them has "
+                "taken another way through it. Give all ranks the same options, and methods, losses and other objects "
+                "of your own that do the same on each."
             )
             raise RankError(self._why)
 
@@ -225,7 +257,7 @@ class Ranks(Reduce):
         try:
             yield
         except (RuntimeError, ConnectionError) as error:
-            self._over = True
+            self._over = self._final = True
             self._why = (
                 f"rank {self.rank} of {self.size} lost the others: one of them was killed, or took longer than the "
                 "group's timeout. Start the job again; with fit(checkpoint=...) it goes on from its last file. For "
@@ -251,16 +283,7 @@ class Ranks(Reduce):
             signal.signal(signal.SIGINT, before)
 
 
-def agreed(forms: list[dict[str, Form]]) -> dict[str, Form]:
-    """Return shape and dtype of every key, sorted. Ranks may differ in dtype: the wider one is taken."""
-    found: dict[str, Form] = {}
-    for rank, of_rank in enumerate(forms):
-        for key, (shape, dtype) in of_rank.items():
-            known, wide = found.get(key, (shape, dtype))
-            if known != shape:
-                raise InputError(
-                    f"the sums {key!r} have shape {shape} on rank {rank} and {known} on a rank before it: the ranks "
-                    "use these weights in different ways. Give every rank data of the same kind."
-                )
-            found[key] = shape, torch.promote_types(wide, dtype)
-    return dict(sorted(found.items()))
+def _place(work: Callable[[], Any]) -> str:
+    """Return where in the code a function was written."""
+    code = getattr(work, "__code__", None)
+    return type(work).__qualname__ if code is None else f"{work.__module__}, line {code.co_firstlineno}"

@@ -32,6 +32,13 @@ class Reduce:
         """
         return nullcontext()
 
+    def attempt(self) -> AbstractContextManager[None]:
+        """Begin work inside a session that may fail: what one rank raises inside, all raise, and the session goes on.
+
+        All ranks must catch it.
+        """
+        return nullcontext()
+
     def agree(self, work: Callable[[], Value]) -> list[Value]:
         """Do some work on every rank, and return what each of them found, by rank."""
         return [work()]

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from laplace.distributed.reduce import Reduce
 from laplace.distributed.sampler import ShardSampler
@@ -22,6 +30,11 @@ _REPEATS = (
     "repeats examples to give every rank equally many, and a posterior would count them twice; the data set is read "
     "without repeats. To say so, write DataLoader(dataset, batch_size, sampler=ShardSampler(dataset)) with the one of "
     "laplace.distributed."
+)
+_NOT_SENT = "Let every rank read its own part: DataLoaderConfiguration(dispatch_batches=False)"
+STREAM = (
+    "Of a stream, give each rank its own part by an __iter__ of your own, itertools.islice(stream, rank, None, "
+    "world_size), in a plain DataLoader(dataset, batch_size)"
 )
 
 
@@ -72,14 +85,13 @@ def shard_of(loader: Iterable[Any], ranks: Reduce) -> Shard:
             return Shard(loader, examples, _places(loader, sampler))
         return _dealt_out(loader, ranks, type(sampler).__name__, sampler)
     if _is_dispatched(loader):
-        raise UnsupportedError(
-            "accelerate reads the data on rank 0 and sends it to the others. Let every rank read its own part: "
-            "DataLoaderConfiguration(dispatch_batches=False)."
-        )
+        streamed = isinstance(dataset, IterableDataset)
+        instead = f"{STREAM}, without accelerator.prepare" if streamed else _NOT_SENT
+        raise UnsupportedError(f"accelerate reads this data on rank 0 and sends it to the others. {instead}.")
     if getattr(dataset, "num_processes", 1) > 1 and hasattr(dataset, "process_index"):
         raise UnsupportedError(
             f"accelerate's {type(dataset).__name__} repeats examples of a stream to give every rank equally many, and "
-            "they cannot be told apart. Give the loader before accelerator.prepare, with a part of the data per rank."
+            f"they cannot be told apart. {STREAM}, without accelerator.prepare."
         )
     batches: Any = getattr(loader, "batch_sampler", None)
     if getattr(batches, "num_processes", 1) > 1 and hasattr(batches, "process_index"):

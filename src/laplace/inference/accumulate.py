@@ -17,7 +17,7 @@ from laplace.budget import LARGE, Budget, give_back_freed_memory
 from laplace.curvature import Estimator, OutputCurvature
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import Shard, places
-from laplace.errors import FormChangedError, InputError, UnsupportedError, within
+from laplace.errors import FormChangedError, InputError, UnsupportedError, noting, within
 from laplace.inference.progress import Progress
 from laplace.inference.reads import Form, Read, changed_form, require_each_once
 from laplace.inference.sums import add_to, as_tensor, forms_of, require_finite_sums, require_memory
@@ -281,14 +281,14 @@ class Accumulator:
         for number, group in enumerate(groups, 1):
             if isinstance(group, Batch):
                 for part in self._parts(group):
-                    self._count(part.inputs, *self._run(part))
+                    self._count(f"batch {part.index}", part.inputs, *self._run(part))
                 last = group
             elif (run := self._run_as_one(group)) is not None:
                 last = group.joined()
-                self._count(last.inputs, *run)
+                self._count(group.where, last.inputs, *run)
             else:
                 for batch in group.batches():  # one by one: each runs, or the error names the batch that fails
-                    self._count(batch.inputs, *self._run(batch))
+                    self._count(f"batch {batch.index}", batch.inputs, *self._run(batch))
                     last = batch
             if number & (number - 1) == 0:  # 1, 2, 4, ...: few of many
                 self._confirm(last)
@@ -350,11 +350,11 @@ class Accumulator:
             )
         return forward, targets, of
 
-    def _count(self, inputs: Inputs, forward: Forward, targets: Targets, of: Tensor | None) -> None:
+    def _count(self, where: str, inputs: Inputs, forward: Forward, targets: Targets, of: Tensor | None) -> None:
         f = forward.outputs
         self._like = f[:0]
         if len(f):
-            with torch.no_grad():
+            with torch.no_grad(), noting(where):
                 self._keep(inputs, forward, targets, of)
                 with self._trusting():
                     add_to(self.data, dict(self.likelihood.sums(f, targets)))

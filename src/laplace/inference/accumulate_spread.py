@@ -19,8 +19,8 @@ from laplace.backprop.covariances import Basis
 from laplace.backprop.gradients import Moments, is_absent
 from laplace.budget import in_bytes
 from laplace.curvature import GGN
-from laplace.distributed.buckets import add_up
-from laplace.distributed.ranks import Form, Ranks, agreed
+from laplace.distributed.buckets import Form, add_up, agreed
+from laplace.distributed.ranks import Ranks
 from laplace.errors import UnsupportedError
 from laplace.inference.accumulate import Accumulator
 from laplace.inference.sums import add_to
@@ -33,7 +33,7 @@ from laplace.structures.base import Contribution
 from laplace.structures.blockdiag import BlockDiagonal
 from laplace.structures.ekfac import Ekfac, Rotated
 from laplace.structures.kron_block import KronBlock
-from laplace.structures.spread import Owners, SomeMoments, dealt_by_layer, layers_of
+from laplace.structures.owners import Owners, SomeMoments, dealt_by_layer, layers_of
 from laplace.weights.layout import Layout
 
 _SERVICE, _LENDING = "sums of a layer", "bases of a layer"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from laplace.backprop.plan import Learned
+from laplace.distributed.shards import STREAM
 from laplace.errors import InputError
 
 Form = tuple[str, tuple[int, ...]]
@@ -54,8 +55,8 @@ def require_each_once(reads: Sequence[Read], examples: int | None) -> None:
         if one.n and one.n == other.n and _alike(one.marks, other.marks):
             raise InputError(
                 f"ranks {i} and {j} read the same {one.n} examples, which would count twice. Give each rank its own "
-                "part: DataLoader(dataset, batch_size, sampler=laplace.distributed.ShardSampler(dataset)). If every "
-                "rank should read all data and keep a posterior of its own, write group=None."
+                f"part: DataLoader(dataset, batch_size, sampler=laplace.distributed.ShardSampler(dataset)). {STREAM}. "
+                "If every rank should read all data and keep a posterior of its own, write group=None."
             )
     total = sum(read.n for read in reads)
     if examples is not None and total > examples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,9 +18,25 @@ _FEW = 64  # values that are compared one by one
 
 def require_same_settings(source: Any, reduce: Reduce) -> None:
     """Refuse ranks whose priors, noise or temperatures differ: their posteriors are not the same."""
-    if reduce.size == 1:
-        return
-    every = reduce.agree(lambda: settings_of(source))
+    if reduce.size > 1 and (told := _apart(reduce.agree(lambda: settings_of(source)))):
+        raise OptionError(
+            f"the ranks differ in {told}. All ranks must hold the same posterior before they work together. Set the "
+            "same values on every rank, as in la.prior_precision = 1.0."
+        )
+
+
+def require_same_results(values: Mapping[str, Any], what: str, reduce: Reduce) -> None:
+    """Refuse numbers that every rank has found by itself and that are not the same on all of them."""
+    facts = {name: _summary(torch.as_tensor(value)) for name, value in values.items()}
+    if reduce.size > 1 and (told := _apart(reduce.agree(lambda: facts))):
+        raise OptionError(
+            f"{what} has found other values on each rank: {told}. Nothing was set. Give all ranks the same options "
+            "(method=, loss=, seed=, train_loader=), and a method without random numbers of its own."
+        )
+
+
+def _apart(every: list[dict[str, Any]]) -> str:
+    """Return in which values, by name, ranks differ from the first; nothing if they do not."""
     apart = {
         name: [rank for rank, own in enumerate(every) if not _same(own.get(name), every[0].get(name))]
         for name in dict.fromkeys(name for own in every for name in own)
@@ -29,11 +46,7 @@ def require_same_settings(source: Any, reduce: Reduce) -> None:
         for name, ranks in apart.items()
         if ranks
     ]
-    if told:
-        raise OptionError(
-            f"the ranks differ in {'; in '.join(told)}. All ranks must hold the same posterior before they work "
-            "together. Set the same values on every rank, as in la.prior_precision = 1.0."
-        )
+    return "; in ".join(told)
 
 
 def settings_of(source: Any) -> dict[str, Any]:

@@ -31,6 +31,11 @@ class Group:
         """Return the number of examples."""
         return self._ends[-1]
 
+    @property
+    def where(self) -> str:
+        """Return which batches these are, for errors."""
+        return f"batches {self.indices[0]} to {self.indices[-1]}"
+
     def add(self, batch: Batch) -> None:
         """Copy a batch to the end of the group."""
         start, end = self.size, self.size + len(batch.y)

@@ -70,11 +70,18 @@ class Piece:
     def gather(self, ranks: Ranks | None = None) -> Tensor:
         """Return the whole parameter. All ranks take part."""
         ranks = ranks_together() if ranks is None else ranks
-        if ranks is None and self.own.device_mesh.size() > 1:
+        there = self.own.device_mesh.size()
+        if ranks is None and there > 1:
             raise UnsupportedError(
-                "the network is sharded by fully_shard, and each run gathers its layers from all ranks. Call it on all "
-                "of them: la.predict(x, group=torch.distributed.group.WORLD), where each rank may have inputs of its "
-                "own; or `with laplace.distributed.together(group):` around any other call."
+                "the network is sharded by fully_shard, and each run gathers its layers from all ranks. Make this call "
+                "on all of them, with group=torch.distributed.group.WORLD: la.predict(x, group=...), where each rank "
+                "may have inputs of its own, la.fit(loader, group=...), la.save(path, group=...), Laplace.load(path, "
+                "model, group=...); or `with laplace.distributed.together(group):` around any other call."
+            )
+        if ranks is not None and there > ranks.size:
+            raise UnsupportedError(
+                f"the network is sharded by fully_shard over {there} ranks, and group= has {ranks.size}. Give the "
+                "group of all ranks that have pieces of it, such as torch.distributed.group.WORLD."
             )
         with _plain_torch():
             return self.own.full_tensor() if ranks is None else ranks.ask(_SERVICE, (self.network, self.index))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laplace.checkpoints import training as files
-from laplace.checks import positive
+from laplace.checks import how_many, positive
 from laplace.distributed import Reduce, alone
 from laplace.distributed.shards import samplers_of
 from laplace.errors import CheckpointError, InputError, LaplaceError, NumericalError, within
@@ -21,6 +21,7 @@ from laplace.laplace import Laplace
 from laplace.network.batches import Batch, device_of, on_device
 from laplace.network.inputs import Inputs
 from laplace.network.progress import bar
+from laplace.online.gradients import send_back
 from laplace.online.schedule import Schedule
 from laplace.posterior.schema import require_alike
 from laplace.posterior.task_prior import vector_of
@@ -101,6 +102,7 @@ class Training:
         settings = self._settings(layout, keep_best)
         if checkpoint is not None:
             state = files.load(checkpoint, settings, device_of(self.la.model))
+            self._require_same_epoch(state, checkpoint)
             if state is not None:
                 self._require_whole(state, layout, checkpoint)
                 if len(state["losses"]) > n_epochs:
@@ -152,8 +154,9 @@ class Training:
                 loss = self._together(batch, sigma)
                 penalty = prior.penalty(vector_of(la.model, layout), layout).to(loss) / self.data.n
                 share = n * self.reduce.size / everywhere  # the mean over ranks is then that over their examples
-                ((share * loss + penalty) / unit.to(loss)).backward()
-            self._add_gradients()
+                objective = (share * loss + penalty) / unit.to(loss)
+                where = f"epoch {len(self.losses) + 1}, batch {batch.index}"
+                send_back(objective, la.model, self.network, self.reduce, where)
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -212,15 +215,6 @@ class Training:
         self.reduce.agree(compute)
         return found[0]
 
-    def _add_gradients(self) -> None:
-        """Average the gradients over the ranks, unless the network's wrapper has done so."""
-        if self.reduce.size == 1 or self.network is not self.la.model:
-            return
-        there = {name: p for name, p in self.la.model.named_parameters() if p.requires_grad}
-        own = {name: p.grad for name, p in there.items() if p.grad is not None}
-        for name, total in self.reduce.total(own, device_of(self.la.model)).items():
-            there[name].grad = total / self.reduce.size
-
     def _share_buffers(self) -> None:
         """Give all ranks the buffers of the first that has data: running statistics are of a rank's own batches."""
         buffers = [*self.la.model.buffers()]
@@ -271,6 +265,17 @@ class Training:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.margliks, self.losses, self.best = list(state["margliks"]), list(state["losses"]), state["best"]
+
+    def _require_same_epoch(self, state: Mapping[str, Any] | None, path: Any) -> None:
+        """Refuse ranks that find different files: the first rank writes one, which all must be able to read."""
+        there = self.reduce.agree(lambda: None if state is None else len(state["losses"]))
+        if len(set(there)) > 1:
+            found = ["no file" if n is None else f"one of {how_many(n, 'epoch')}" for n in there]
+            told = ", ".join(f"rank {rank} finds {what}" for rank, what in enumerate(found))
+            raise CheckpointError(
+                f"checkpoint={str(path)!r}: {told}. The first rank writes it, and all read it: give a path on a disk "
+                "that all ranks share, or copy the file to each machine."
+            )
 
     def _require_whole(self, state: Mapping[str, Any], layout: Layout, path: Any) -> None:
         """Refuse a state that training cannot continue from, before any of it is used."""
@@ -323,7 +328,7 @@ class Training:
             "n_hypersteps": schedule.max_steps,
             "reach": schedule.reach,
             "keep_best": keep_best,
-            **({} if self.reduce.size == 1 else {"ranks": self.reduce.size}),
+            "ranks": self.reduce.size,
             **({} if isinstance(la.prior, GaussianPrior) else {"prior": la.prior.described}),
             **self.compared,
         }

@@ -28,7 +28,8 @@ from laplace.linalg.symmetric import Clipped
 from laplace.priors.base import Form, Prior
 from laplace.structures import Curvature, Gaussian, Structure, Sums
 from laplace.structures.dealing import dealt_out
-from laplace.structures.spread import Owners, SpreadCurvature
+from laplace.structures.owners import Owners
+from laplace.structures.spread import SpreadCurvature
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:

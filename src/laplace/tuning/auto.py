@@ -44,7 +44,7 @@ class Guard:
         la, loader = problem.la, problem.training_data
         assert loader is not None
         most = size(la.posterior.fit.n_data)
-        sample = Sample(of_all_ranks(loader, most, problem.scoring.reduce), most)
+        sample = Sample(of_all_ranks(loader, most, problem.scoring.reduce, la.runner), most)
         runs = partial(sample.runs, la.runner, la.posterior, "training")
         return Validation(problem.how, runs, None, la.runner.spec.budget)
 
@@ -85,7 +85,8 @@ def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
         return tuned
     try:
         guard = Guard(problem)
-        (found,) = guard.look([tuned.best.applied(problem.la.posterior.detached())])
+        with problem.scoring.reduce.attempt():
+            (found,) = guard.look([tuned.best.applied(problem.la.posterior.detached())])
     except Exception as error:  # whatever a loader may raise: the result is there
         return _noting(tuned, f"not checked: the training data could not be read: {error}")
     return _judged(guard, tuned, found)
@@ -105,7 +106,8 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
         return _noting(tuned, _NO_DATA)
     posterior = tuned.best.applied(problem.la.posterior.detached())
     try:
-        (found,) = guard.look([posterior])
+        with problem.scoring.reduce.attempt():
+            (found,) = guard.look([posterior])
     except Exception as error:  # whatever a loader may raise: the evidence needs no data
         return _noting(tuned, f"not checked: the training data could not be read: {error}")
     if noisy:

@@ -15,7 +15,7 @@ from laplace.distributed.groups import Unsaid, reduce_to_tune
 from laplace.distributed.together import joined, jointly
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
-from laplace.inference.settings import require_same_settings
+from laplace.inference.settings import require_same_results, require_same_settings
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link
@@ -150,10 +150,11 @@ def tune(
         tuned = how.tune(problem)
         if name in ("evidence", "loo"):
             tuned = looked_at(problem, tuned)
-    if not isinstance(tuned, Tuned):
-        raise OptionError(
-            f"method {name!r} returned {shown(tuned)}; a laplace.tuning.Tuned is needed: problem.tuned({name!r})."
-        )
+        if not isinstance(tuned, Tuned):
+            raise OptionError(
+                f"method {name!r} returned {shown(tuned)}; a laplace.tuning.Tuned is needed: problem.tuned({name!r})."
+            )
+        require_same_results(_found(kinds, tuned), "la.tune", reduce)
     return _take(la, kinds, tuned)
 
 
@@ -227,6 +228,7 @@ def optimize_prior_precision(
         with torch.no_grad(), reduce.session(), joined(reduce):
             require_same_settings(la, reduce)
             tuned = ByEvidence(n_steps, start, verbose).tune(Problem(la, kinds, groups))
+            require_same_results(_found(kinds, tuned), "la.optimize_prior_precision", reduce)
     else:
         how = how_scored(la, pred_type, link_approx, n_samples, loss, as_in_paper=True)
         grid = log_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base)
@@ -242,6 +244,7 @@ def optimize_prior_precision(
             else:
                 search.descend()
             tuned = search.found("validation")
+            require_same_results(_found(kinds, tuned), "la.optimize_prior_precision", reduce)
     _take(la, kinds, tuned)
     if verbose:
         found = tuned.hyperparameters or {"prior precision": tuned.prior_precision}
@@ -251,11 +254,17 @@ def optimize_prior_precision(
 
 def _take(la: Tunable, kinds: Sequence[str], tuned: Tuned) -> Tuned:
     """Set the tuned values."""
+    found = _found(kinds, tuned)
     if own := _of_prior(kinds):
-        la.prior = la.prior.with_hyperparameters(**{name: tuned.hyperparameters[name] for name in own})
+        la.prior = la.prior.with_hyperparameters(**{name: found[name] for name in own})
     for kind in (kind for kind in kinds if kind in KINDS):
-        setattr(la, kind, getattr(tuned, kind))
+        setattr(la, kind, found[kind])
     return tuned
+
+
+def _found(kinds: Sequence[str], tuned: Tuned) -> dict[str, Any]:
+    """Return the tuned values by name."""
+    return {kind: getattr(tuned, kind) if kind in KINDS else tuned.hyperparameters[kind] for kind in kinds}
 
 
 def _of_prior(kinds: Sequence[str]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from laplace.distributed import Reduce, alone
 from laplace.errors import LaplaceError, LaplaceWarning
 from laplace.inference.fit import fit
 from laplace.inference.runner import Runner
@@ -79,23 +80,27 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned], mean
         return _noting(_held(problem, by_evidence, own), f"{said}; the noise is that of the largest evidence.")
     if problem.training_data is None:
         return _without(problem, by_evidence, residual, said, "no training data is available (train_loader=)")
+    reduce = problem.scoring.reduce
     try:
-        noise = of_all_weights(problem.la.runner, problem.training_data, posterior.fit, residual)
-        tuned, how = _shared(problem, _held(problem, by_evidence, noise), noise, residual, mean_variances)
+        with reduce.attempt():
+            noise = of_all_weights(problem.la.runner, problem.training_data, posterior.fit, residual, reduce)
+            tuned, how = _shared(problem, _held(problem, by_evidence, noise), noise, residual, mean_variances)
     except Exception as error:  # a network without a kernel of the kind, a loader that fails, memory
         return _without(problem, by_evidence, residual, said, str(error))
     why = f"{said}, and the noise by the evidence of all weights is {float(noise):.4g}: {how}"
     return _noting(tuned, why)
 
 
-def of_all_weights(runner: Runner, loader: Iterable[Any], own: Fit, residual: Tensor) -> Tensor:  # ()
+def of_all_weights(
+    runner: Runner, loader: Iterable[Any], own: Fit, residual: Tensor, reduce: Reduce = alone
+) -> Tensor:  # ()
     """Return the noise with the largest evidence for the linearised network with all covariances of all weights."""
     outputs = own.n_outputs
     weights = sum(p.numel() for _, p in trainable_of(runner.model))
     points = min(MOST_POINTS // outputs, int(math.sqrt(MOST_WORK / weights)) // outputs)
     structure = GP(n_subset=min(own.n_data, max(FEWEST_POINTS // outputs, points, 1)))
     spec = replace(runner.spec, weights=All(), structure=structure, curvature=None)
-    found = fit(_Silent(runner.model, spec), loader, prior := GaussianPrior.of(1.0))
+    found = fit(_Silent(runner.model, spec), loader, prior := GaussianPrior.of(1.0), reduce=reduce)
     return by_joint_evidence(Posterior(found, prior, residual.to(found.mean), 1.0), residual)
 
 
@@ -170,6 +175,7 @@ def _without(problem: Problem, by_evidence: Callable[[Problem], Tuned], residual
             own,
             "that of the largest evidence; intervals will be too narrow, because other weights were trained, too",
         )
+    why = why.rstrip(".")
     text = f"{said}. The uncertainty of all weights could not be taken into account: {why}. The noise is {off}."
     problem.la.runner.warn_once("noise of all weights", f"{text} With validation data write la.calibrate(val_loader).")
     return _noting(_held(problem, by_evidence, noise), text)

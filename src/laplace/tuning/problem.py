@@ -149,7 +149,7 @@ class Problem:
         fit, count = self.la.posterior.fit, len(self.space.kinds)
         most = sample_size(fit.n_outputs, _expected_posteriors(len(set(self.space.kinds)), count))
         seed = whole_number(self.scoring.seed, "seed", 0, LARGEST)
-        sample = Sample(of_all_ranks(loader, most, self.scoring.reduce), most, seed)
+        sample = Sample(of_all_ranks(loader, most, self.scoring.reduce, runner, seed), most, seed)
         if fit.n_data > most:
             self.notes.append(
                 f"scored on {most:,} of {fit.n_data:,} training examples, drawn with seed {self.scoring.seed}."

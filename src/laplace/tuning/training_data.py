@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from laplace.distributed import Reduce
+from laplace.distributed.shards import Shard
 from laplace.errors import InputError, within
 from laplace.inference.runner import Runner
+from laplace.inference.shared import Warns, divided
 from laplace.inference.targets import counted
 from laplace.network.batch_merging import Group, gathered
 from laplace.network.batches import Batch
@@ -105,31 +107,52 @@ class Sample:
         return loader, self.most
 
     def _drawn(self, loader: DataLoader[Any], indices: Sequence[int]) -> Iterable[Any]:
-        """Return batches of some examples, read as the given loader reads them."""
-        generator = torch.Generator().manual_seed(self.seed)
-        few = len(indices) <= self.most
-        chosen = range(len(indices)) if few else torch.randperm(len(indices), generator=generator)[: self.most].tolist()
-        rows, dataset, each = [indices[i] for i in chosen], loader.dataset, loader.batch_size or 128
-        if type(dataset) is TensorDataset and loader.collate_fn is default_collate:  # all at once: it is much faster
-            return [[t[rows[i : i + each]] for t in dataset.tensors] for i in range(0, len(rows), each)]
-        return DataLoader(
-            dataset,
-            batch_size=each,
-            sampler=rows,
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=generator,  # the caller's random numbers stay as they are
-        )
+        """Return batches of some examples."""
+        return _read(loader, [indices[i] for i in _chosen(len(indices), self.most, self.seed)])
 
 
-def of_all_ranks(loader: Iterable[Any], most: int, reduce: Reduce) -> Iterable[Any]:
-    """Return about `most` examples of all ranks' data, the same on each rank. One process returns all its data."""
+def of_all_ranks(loader: Iterable[Any], most: int, reduce: Reduce, who: Warns, seed: int = 0) -> Iterable[Any]:
+    """Return up to about `most` examples of all ranks' data, the same on each rank. One process returns all its data.
+
+    Where samplers can say the places of the examples in the data set, these are the ones that one process would draw.
+    """
     if reduce.size == 1:
         return loader
-    read = reduce.agree(lambda: [*Sample(loader, -(-most // reduce.size)).reading()])
+    shard = divided(loader, reduce, who)
+    read = reduce.agree(lambda: [*_part(shard, most, -(-most // reduce.size), seed)])
     return [batch for of_rank in read for batch in of_rank]
+
+
+def _part(shard: Shard, most: int, share: int, seed: int) -> Iterable[Any]:
+    """Return what this rank has of a sample of `most` examples; about `share` where it cannot say what it has."""
+    loader = shard.loader
+    if not isinstance(loader, DataLoader) or shard.examples is None or shard.places is None:
+        return Sample(loader, share, seed).reading()
+    chosen = torch.tensor(_chosen(shard.examples, most, seed))
+    return _read(loader, chosen[torch.isin(chosen, shard.places)].tolist())
+
+
+def _chosen(n: int, most: int, seed: int) -> list[int]:
+    """Return which of n examples are in a sample of `most`."""
+    order = torch.arange(n) if n <= most else torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return order[:most].tolist()
+
+
+def _read(loader: DataLoader[Any], rows: Sequence[int]) -> Iterable[Any]:
+    """Return batches of these rows of a data set, read as the loader reads them."""
+    dataset, each = loader.dataset, loader.batch_size or 128
+    if type(dataset) is TensorDataset and loader.collate_fn is default_collate:  # all at once: it is much faster
+        return [[t[rows[i : i + each]] for t in dataset.tensors] for i in range(0, len(rows), each)]
+    return DataLoader(
+        dataset,
+        batch_size=each,
+        sampler=rows,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=torch.Generator(),  # the caller's random numbers stay as they are
+    )
 
 
 def labelled(runner: Runner, posterior: Posterior, batch: Batch) -> Labelled:
