@@ -99,14 +99,12 @@ def test_two_ranks_have_the_posterior_of_one_process(two):
 @pytest.mark.parametrize("subset", ["last_layer", "all"])
 @pytest.mark.parametrize("task", TASKS)
 def test_some_ranks_have_the_posterior_of_one_process(some, task, subset):
-    names = [name for name in STRUCTURES if subset == "all" or name not in ("nystrom", "variational")]
-    assert_small(some.run(differences, names, task, subset))
+    assert_small(some.run(differences, [*STRUCTURES], task, subset))
 
 
 @pytest.mark.slow
 def test_some_ranks_have_the_posterior_of_a_convolutional_network(some):
-    names = [name for name in STRUCTURES if name not in ("full", "block")]
-    assert_small(some.run(differences, names, "classification", "all", True))
+    assert_small(some.run(differences, [*STRUCTURES], "classification", "all", True))
 
 
 class Branches(nn.Module):
@@ -205,6 +203,37 @@ def reductions(names: list[str]) -> dict[str, tuple[int, bool]]:
     finally:
         Ranks.total = total  # type: ignore[method-assign]
     return found
+
+
+def in_float32() -> dict[str, Any]:
+    """Of a network in float32: in which dtypes sums are sent, and those of one process; how far the posterior is."""
+    whole = TensorDataset(*(t.float() if t.is_floating_point() else t for t in data("classification").tensors))
+    model, total = nn.Sequential(nn.Linear(6, 1100), nn.Tanh(), nn.Linear(1100, 3)).float(), Ranks.total
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / p.shape[-1] ** 0.5)
+    sent: dict[str, torch.dtype] = {}
+
+    def noted(ranks: Ranks, sums: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        found = total(ranks, sums, device)
+        sent.update({key.removeprefix("sums "): value.dtype for key, value in found.items() if key.startswith("sums ")})
+        return found
+
+    one = Laplace(model, "classification", "all").fit(DataLoader(whole, 9), group=None)
+    Ranks.total = noted  # type: ignore[method-assign, assignment]
+    try:
+        la = Laplace(model, "classification", "all").fit(uneven(whole), group=distributed.group.WORLD)
+    finally:
+        Ranks.total = total  # type: ignore[method-assign]
+    dtypes = {key: value.dtype for key, value in one.values.fit.sums.items()}
+    return {"sent": sent, "one": dtypes, "away": difference(one, la, whole.tensors[0])}
+
+
+def test_sums_of_a_network_in_float32_are_added_up_in_float64_where_one_process_has_them_so(two):
+    for found in two.run(in_float32):
+        assert found["sent"] == found["one"]
+        assert {*found["sent"].values()} == {torch.float64}
+        assert found["away"] < 1e-5
 
 
 def test_sums_are_added_up_once_per_run_over_the_data(two):

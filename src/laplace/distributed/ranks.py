@@ -259,9 +259,10 @@ class Ranks(Reduce):
         except (RuntimeError, ConnectionError) as error:
             self._over = self._final = True
             self._why = (
-                f"rank {self.rank} of {self.size} lost the others: one of them was killed, or took longer than the "
-                "group's timeout. Start the job again; with fit(checkpoint=...) it goes on from its last file. For "
-                "shards that take longer, init_process_group(timeout=timedelta(...)). torch.distributed says: "
+                f"rank {self.rank} of {self.size} lost the others: one of them was killed, took longer than the "
+                "group's timeout, or does not make this call, which all ranks must (no `if rank == 0:`). Start the job "
+                "again; with fit(checkpoint=...) it goes on from its last file. For shards that take longer, "
+                "init_process_group(timeout=timedelta(...)). torch.distributed says: "
                 f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
             )
             raise RankError(self._why) from error

@@ -23,6 +23,7 @@ from laplace.network.copying import LONG, Copies, held_by
 from laplace.network.operations import places
 from laplace.network.pieces import behind, written
 from laplace.network.replica import known_writes, replica_and_copies, unwrap
+from laplace.network.sharded import is_replaced
 
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
 _SEQUENCES: Final = frozenset({list, set, deque})
@@ -66,7 +67,9 @@ class KeptReplica:
     def is_current(self) -> bool:
         """Return whether the network is as it was when the replica was made, and no tensor was written to."""
         same = self._theirs.are_same() and self._places == places(self.tensors)
-        return same and (not self._pieces or self._written == written(self._pieces))
+        if not same or not self._pieces:
+            return same
+        return self._written == written(self._pieces) and not is_replaced(self.network)
 
     def settle(self) -> None:
         """Remember the replica as it is now, with the hooks that it has got, before it runs."""

@@ -33,21 +33,29 @@ UNIT: Final = "_laplace_unit"  # on the copy of a module that FSDP gathers as a 
 
 
 class Pieces(list[Any]):
-    """Holds this rank's pieces of a network's parameters, DTensors in their order. The other ranks may ask for them."""
+    """Holds this rank's pieces of a network's parameters, DTensors in their order. The other ranks may ask for them.
+
+    They are the user's own parameters: FSDP may give them other memory.
+
+    Attributes:
+        source: the user's network.
+        facts: of what it was made when it was copied, and the objects whose ids are among that.
+    """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def __init__(self) -> None:
+    def __init__(self, source: nn.Module) -> None:
         super().__init__()
-        self.number = next(_counter)
+        self.source, self.number = source, next(_counter)
+        self.facts: tuple[list[Any], list[Any]] = [], []
         _networks[self.number] = self
 
-    def stand_in(self, p: Any, requires_grad: bool) -> nn.Parameter:
+    def stand_in(self, p: Any) -> nn.Parameter:
         """Take a piece in, and return the stand-in of the whole parameter."""
         nan = torch.full((), float("nan"), dtype=p.dtype, device=p.to_local().device)
-        made = nn.Parameter(nan.expand(p.shape), requires_grad)
+        made = nn.Parameter(nan.expand(p.shape), p.requires_grad)
         setattr(made, _PIECE, Piece(self.number, len(self)))
-        self.append(p.detach())
+        self.append(p)
         return made
 
 

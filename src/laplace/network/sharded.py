@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from laplace.errors import UnsupportedError
-from laplace.network.copying import Copies
+from laplace.network.copying import ATOMS, Copies
 from laplace.network.pieces import SETTLED, UNIT, Pieces, is_stand_in, places, present, whole
 
 _STATE = ("FSDPState", "_MultiHandler")  # whose methods are FSDP's hooks
@@ -32,8 +32,8 @@ _of_copies: WeakKeyDictionary[nn.Module, Pieces] = WeakKeyDictionary()  # which 
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a parameter of a network is spread over processes."""
-    return any(_is_spread(p) for p in model.parameters())
+    """Return whether a network is spread over processes. FSDP may have its parameters gathered just now."""
+    return any(map(_is_fsdp, model.modules())) or any(map(_is_spread, model.parameters()))
 
 
 def is_gathering(model: nn.Module) -> bool:
@@ -52,24 +52,40 @@ def gathering(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedError: the network is tensor-parallel: its layers compute a part of their outputs each.
     """
-    if not any(_is_fsdp(module) for module in model.modules()):
+    if not any(map(_is_fsdp, model.modules())):
         _refuse_parallel(model)
-    copies, pieces = Copies(_plain), Pieces()
+    pieces = Pieces(model)
+    clone = _copied(pieces)
+    _of_copies[clone] = pieces
+    return clone
+
+
+def _copied(pieces: Pieces) -> nn.Module:
+    """Return a copy of the user's network as it is now, and take in the pieces of its parameters."""
+    model, copies = pieces.source, Copies(_plain)
+    _reshard(model)
+    pieces.clear()
+    pieces.facts = _facts(model)
     for name, p in model.named_parameters():
         if not _is_spread(p):
-            copies.put(p, nn.Parameter(p.detach().clone(), p.requires_grad))
-            continue
+            continue  # FSDP was told to ignore it: the copy shares it
         if sum(part.is_shard() for part in p.placements) > 1:  # type: ignore[attr-defined]
             _refuse_parallel(model, name)
-        copies.put(p, pieces.stand_in(p, p.requires_grad))
-    for b in model.buffers():
-        copies.put(b, (b.full_tensor() if _is_spread(b) else b).detach().clone())  # type: ignore[attr-defined]
+        copies.put(p, pieces.stand_in(p))
+    for b in filter(_is_spread, model.buffers()):
+        copies.put(b, b.full_tensor().detach())  # type: ignore[attr-defined]
     clone: nn.Module = copies.of(model)
-    _of_copies[clone] = pieces
     for module in clone.modules():
         if any(places(module)):
             module.__class__ = _gathering_class(type(module))
     return clone
+
+
+def _reshard(model: nn.Module) -> None:
+    """Have FSDP drop what it left gathered after a forward pass, as `state_dict()` does."""
+    for module in model.modules():
+        if _is_fsdp(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def settle(model: nn.Module, names: Collection[str], few: bool = False) -> bool:
@@ -95,10 +111,47 @@ def settle(model: nn.Module, names: Collection[str], few: bool = False) -> bool:
 
 
 def refresh(model: nn.Module) -> None:
-    """Give parameters that were gathered for good the values that the user's network has now. All ranks must."""
+    """Bring such a copy up to date with the user's network. All ranks must call this."""
+    pieces = _of_copies.get(model)
+    if pieces is None:
+        return
+    _reshard(pieces.source)
+    if _facts(pieces.source)[0] != pieces.facts[0]:
+        made = _copied(pieces)
+        model.__class__ = type(made)
+        object.__setattr__(model, "__dict__", made.__dict__)
     for p in model.parameters():
         if (stand_in := getattr(p, SETTLED, None)) is not None:
             p.data.copy_(whole(stand_in))
+
+
+def is_replaced(model: nn.Module) -> bool:
+    """Return whether the user's network has other parameters than when such a copy was made of it."""
+    pieces = _of_copies.get(model)
+    own = set(map(id, pieces or ()))
+    return pieces is not None and any(_is_spread(p) and id(p) not in own for p in pieces.source.parameters())
+
+
+def _facts(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return of what a network is made, apart from values, as plain facts; and the objects, whose ids are among them.
+
+    Modules, parameters, buffers, hooks, and the numbers and words that modules keep. Nothing of FSDP.
+    """
+    facts, objects = list[Any](), list[Any]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        facts.append((name, _kind(module)))
+        for key, item in module.__dict__.items():
+            if key in ("_parameters", "_buffers"):
+                form = ((word, id(t), *(() if t is None else (t.dtype, t.shape, t.device, t.requires_grad)))
+                        for word, t in item.items())  # fmt: skip
+                facts.append((key, *form))
+                objects.extend(item.values())
+            elif key.endswith("_hooks") and isinstance(item, OrderedDict):
+                facts.append((key, *(id(hook) for hook in item.values() if not _is_of_fsdp(hook))))
+                objects.extend(item.values())
+            elif type(item) in ATOMS and key != "training" and not key.startswith(_MARKS):
+                facts.append((key, item))
+    return facts, objects
 
 
 def _are_few(model: nn.Module, tensors: list[nn.Parameter]) -> bool:
@@ -136,11 +189,15 @@ def _refuse_parallel(model: nn.Module, name: str | None = None) -> None:
     )
 
 
+def _kind(module: nn.Module) -> Any:
+    """Return the class of a module without that of FSDP."""
+    kind: Any = type(module)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)] if _is_fsdp(module) else kind
+
+
 def _plain(module: nn.Module, copies: Copies) -> nn.Module:
     """Copy a module without FSDP's class and hooks."""
-    kind: Any = type(module)
-    if _is_fsdp(module):
-        kind = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]
+    kind = _kind(module)
     clone = copies.put(module, kind.__new__(kind))
     for key, item in tuple(module.__dict__.items()):
         if key.startswith(_MARKS):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from laplace.network import digests
 from laplace.network.pieces import behind, is_stand_in, written
 from laplace.network.replica import unwrap
+from laplace.network.sharded import is_replaced
 from laplace.weights.last_layer import FoundLastLayer
 from laplace.weights.selection import Selection
 
@@ -75,8 +76,10 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 def _versions(model: nn.Module) -> tuple[tuple[int, int], ...]:
     tensors = _tensors(model)
+    if pieces := behind(tensors):
+        tensors = [t for t in tensors if not behind([t])]
     own = tuple((_address(t), 0 if t.is_inference() else t._version) for t in tensors)
-    return own + written(behind(tensors))
+    return own if not pieces else (*own, *written(pieces), (int(is_replaced(unwrap(model))), 0))
 
 
 def _address(t: Tensor) -> int:
