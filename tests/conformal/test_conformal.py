@@ -137,6 +137,14 @@ def test_mappings_are_read_by_their_keys():
     assert made.coverage_test([batch]).coverage == pytest.approx(0.9, abs=0.02)
     with pytest.raises(MissingKeyError, match="label key"):
         la.conformal([{"input_ids": X}])
+    kept = torch.arange(200) % 3 != 0
+    masked = la.conformal([{**batch, "mask": kept}])  # as for la.fit and la.calibrate
+    assert masked.n_calibration == int(kept.sum())
+    assert torch.equal(masked.threshold(), la.conformal((X[kept], Y["regression"][kept])).threshold())
+    with pytest.raises(InputError, match=r"a mask of shape \(2,\)"):
+        la.conformal([{**batch, "mask": kept[:2]}])
+    with pytest.raises(UnsupportedError, match="has weights"):
+        la.conformal([{**batch, "weights": torch.ones(200)}])
 
 
 class Ensemble:

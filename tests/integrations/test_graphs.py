@@ -80,6 +80,10 @@ def test_nodes_are_examples_where_outputs_are_of_nodes_and_the_mask_says_which_c
     plain.fit([(features[data.mask], data.y[data.mask])])
     torch.testing.assert_close(la.posterior_variance, plain.posterior_variance, rtol=1e-4, atol=0)
     torch.testing.assert_close(la.predict(data).mean, plain.predict(features).mean, rtol=1e-4, atol=1e-5)
+    alone = Laplace(model, "classification").fit(data)  # a graph is a batch
+    same = Laplace(model.head, "classification").fit([(features[data.mask], data.y[data.mask])])
+    torch.testing.assert_close(alone.posterior_variance, same.posterior_variance, rtol=1e-4, atol=0)
+    assert alone.calibrate(data).n_data == alone.conformal(data, level=0.5).n_calibration == 2
 
 
 def test_a_network_of_the_library_itself_works():
@@ -115,6 +119,11 @@ def test_bad_graphs_are_said():
     sampled = Data(x=one.x, edge_index=one.edge_index, y=torch.zeros(3).long(), n_id=torch.arange(3), batch_size=2)
     with pytest.raises(InputError, match=r"first 2 nodes are meant.*batch.mask"):
         Laplace(OfNodes(), "classification").fit([sampled])
+    with pytest.raises(ModelError, match=r"forward takes `batch`.*Batch\.from_data_list"):
+        Laplace(ByName(), "classification").fit(data)
+    la = Laplace(ByName(), "classification").fit(DataLoader(data, batch_size=4))
+    with pytest.raises(ModelError, match=r"forward takes `batch`.*Batch\.from_data_list"):
+        la.predict(data[0])
     nan = [Data(x=g.x * torch.nan, edge_index=g.edge_index, y=g.y) for g in data]
     with pytest.raises(InputError, match="NaN or infinite"):
         la.fit(DataLoader(nan, batch_size=4))

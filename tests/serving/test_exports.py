@@ -175,6 +175,7 @@ def test_a_model_of_hugging_face():
     module = la.module("probit", "mean", example=batch)
     expected = la(batch, link_approx="probit")
     assert (module(**batch) - expected).abs().max() < 1e-6
+    assert torch.equal(module(**batch, labels=torch.zeros(6, dtype=torch.long)), module(**batch))  # as la(**batch)
     shapes = ({key: {0: torch.export.Dim("n", min=1, max=64)} for key in batch},)
     program = torch.export.export(module, (batch,), dynamic_shapes=shapes).module()
     assert (program({key: value[:3] for key, value in batch.items()}) - expected[:3]).abs().max() < 1e-6

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace.errors import InputError, MissingKeyError, UnsupportedError, within
 from laplace.inference.predict import predict
@@ -14,7 +14,7 @@ from laplace.inference.source import Source
 from laplace.likelihoods.base import check_range, class_indices, shaped_like_outputs
 from laplace.network.arrays import as_tensors
 from laplace.network.graphs import is_graph, labels_in
-from laplace.network.inputs import Keys
+from laplace.network.inputs import MASK, reads_mask
 from laplace.network.loaders import ArrayBatches, held_out_batches, is_pair
 from laplace.network.progress import with_bar
 from laplace.predictive.prediction import Prediction
@@ -33,16 +33,19 @@ def labelled(
             f"a {type(data).__name__} has no labels. Give a loader of batches (x, y), or write conformal(x, y=y)."
         )
     for index, batch in enumerate(with_bar(loader, progress_bar, "conformal")):
-        x, y = _split(batch, source.frame.keys, index)
+        x, y, mask = _split(batch, source, index)
         if len(y):
             with within(f"batch {index}"):
                 rows = rows_of(predict(source, x, **options))
+                if mask is not None:
+                    rows, y = _counting(rows, y, mask)
                 target = targets_of(rows, y)
             yield rows, target
 
 
-def _split(batch: Any, keys: Keys, index: int) -> tuple[Any, Tensor]:
-    """Return the inputs and the labels of a batch."""
+def _split(batch: Any, source: Source, index: int) -> tuple[Any, Tensor, Tensor | None]:
+    """Return the inputs and the labels of a batch, and which labels count if it says so."""
+    keys, model = source.frame.keys, getattr(source, "model", None)
     if is_graph(batch):
         x, (y, given) = batch, labels_in(batch, index, keys.given)
     elif isinstance(batch, Mapping):
@@ -51,14 +54,17 @@ def _split(batch: Any, keys: Keys, index: int) -> tuple[Any, Tensor]:
                 f"batch {index} is a mapping with keys {sorted(map(str, batch))}, none of which is the label key "
                 f"{keys.y!r}. Say where the labels are: Laplace(..., dict_key_y='...')."
             )
-        x, y, given = batch, batch[keys.y], {key for key in ("weights",) if key in batch}
+        theirs = isinstance(model, nn.Module) and reads_mask(model, batch, keys)
+        apart = ("weights",) if theirs else ("weights", MASK)
+        x, y, given = batch, batch[keys.y], {key: batch[key] for key in apart if key in batch}
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) in (2, 3):
-        x, y, given = batch[0], batch[1], batch[2:]
+        x, y, given = batch[0], batch[1], dict(zip(("weights",), batch[2:], strict=False))
     else:
         raise InputError(
             f"batch {index} is a {type(batch).__name__}; a pair (x, y) or a mapping with labels is needed."
         )
-    if len(given):
+    mask = given.pop(MASK, None)
+    if given:
         raise UnsupportedError(
             f"batch {index} has weights. A guarantee for exchangeable examples counts each once; leave the weights out."
         )
@@ -67,7 +73,18 @@ def _split(batch: Any, keys: Keys, index: int) -> tuple[Any, Tensor]:
         raise InputError(
             f"the labels of batch {index} are a {type(y).__name__}; a tensor with one per example is needed."
         )
-    return x, y
+    return x, y, None if mask is None else torch.as_tensor(as_tensors(mask))
+
+
+def _counting(rows: Prediction, y: Tensor, mask: Tensor) -> tuple[Prediction, Tensor]:
+    """Return the predictions and labels that count."""
+    if mask.shape != (len(rows.mean),) or len(y) != len(rows.mean):
+        raise InputError(
+            f"there are {len(rows.mean)} predictions, {len(y)} labels and a mask of shape {tuple(mask.shape)}; one of "
+            "each per example is needed."
+        )
+    kept = mask.to(rows.mean.device).bool().nonzero().flatten()
+    return rows[kept], y.to(kept.device)[kept]
 
 
 def rows_of(prediction: AnyPrediction) -> Prediction:

@@ -63,6 +63,11 @@ def labels_in(graph: Any, index: int, given: tuple[str, ...]) -> tuple[Tensor, d
     return graph[LABELS], {key: graph[key] for key in (*given, "mask") if key in keys}
 
 
+def lacks_batch(model: nn.Module, graph: Any) -> bool:
+    """Return whether `forward` takes the number of each node's graph, which only batches of graphs have."""
+    return "batch" in inspect.signature(model.forward).parameters and graph.to_dict().get("batch") is None
+
+
 def arguments_of(model: nn.Module, graph: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `forward`: x, edge_index, batch and others by name if it names them, else the graph."""
     parameters = inspect.signature(model.forward).parameters.values()

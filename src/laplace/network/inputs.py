@@ -21,7 +21,7 @@ from laplace.checks import shown
 from laplace.errors import InputError, LaplaceError, ModelError, OptionError
 from laplace.linalg.autocast import as_called
 from laplace.network.arrays import as_tensors, dtype_of
-from laplace.network.graphs import arguments_of, is_graph
+from laplace.network.graphs import arguments_of, is_graph, lacks_batch
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.network.replica import call_with
 from laplace.network.watching import EXAMPLES, is_unwatched, watch
@@ -212,6 +212,11 @@ class Inputs:
                 "The whole mapping was its one argument. Its entries are passed as keywords if forward names the key "
                 f"{self.keys.x!r} (dict_key_x=), or if its keys are the arguments of forward: write "
                 "forward(self, inputs, ...) for a key 'inputs'."
+            )
+        if is_graph(self.x) and lacks_batch(model, self.x):
+            return (
+                "forward takes `batch`, which a single graph does not have: give the batches of a "
+                "torch_geometric.loader.DataLoader, or Batch.from_data_list([graph])."
             )
         weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         others = {t.dtype for t in self.tensors() if t.is_floating_point()} - {weights}

@@ -14,6 +14,7 @@ from laplace.checks import shown, whole_number
 from laplace.errors import InputError, OptionError
 from laplace.network.arrays import is_array, numbers_in
 from laplace.network.datasets import held_out_of, loader_of
+from laplace.network.graphs import is_graph
 from laplace.network.pytree import map_leaves
 
 BATCH_SIZE = 128  # examples at a time, if whole arrays are given and nobody said how many
@@ -60,6 +61,8 @@ def training_data(
 
     `la.fit(x, y)` passes its labels as the second argument, which is `override` in laplace-torch's order.
     """
+    if is_graph(loader):  # one batch
+        loader = [loader]
     inputs = isinstance(loader, (Tensor, Mapping)) or is_array(loader) or _are_inputs(loader)
     if not isinstance(override, (bool, np.bool_)) and (inputs or isinstance(override, Tensor) or is_array(override)):
         if y is not None:
@@ -107,8 +110,8 @@ def dataloader_of(data: Any, stage: str) -> Any:
 
 
 def held_out_batches(data: Any) -> Any:
-    """Return batches of data that was not trained on, of a DataModule, a trainer, a dataset, or as they came."""
-    return held_out_of(dataloader_of(data, "val"))
+    """Return batches of data that was not trained on, of a DataModule, trainer, dataset or graph, or as they are."""
+    return [data] if is_graph(data) else held_out_of(dataloader_of(data, "val"))
 
 
 def is_pair(loader: Any) -> bool:

@@ -202,11 +202,15 @@ class PredictiveModule(nn.Module):
         if len(further):
             return (x, *further), named
         if x is None:
-            return (), named
+            return (), self._read(named) if self._keys.y in named else named
         if isinstance(x, Mapping) and self._by_name(x):
-            apart = {self._keys.y, *self._keys.given, *(() if self._anything or "mask" in self._names else ("mask",))}
-            return (), {**{key: value for key, value in x.items() if key not in apart}, **named}
+            return (), {**self._read(x), **named}
         return tuple(x) if isinstance(x, (tuple, list)) else (x,), named
+
+    def _read(self, x: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a mapping that the network reads: not labels, and what belongs to them."""
+        apart = {self._keys.y, *self._keys.given, *(() if self._anything or "mask" in self._names else ("mask",))}
+        return {key: value for key, value in x.items() if key not in apart}
 
     def _by_name(self, x: Mapping[str, Any]) -> bool:
         """Return whether the entries of a mapping are arguments of `forward`: the rule of `la(x)`."""
