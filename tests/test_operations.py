@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -83,6 +84,17 @@ def test_a_prediction_keeps_nothing_of_its_input_and_leaves_it_as_it_was(first):
     one.fill_(7)
     torch.testing.assert_close(found.outputs.variance, expected.outputs.variance[:1])
     torch.testing.assert_close(found.epistemic, expected.epistemic[:1])
+
+
+def test_a_hook_is_seen_in_a_dictionary_that_was_put_there_before_the_last_prediction():
+    la, x = fitted()
+    module = la.module()
+    before = module(x)["mean"]
+    module.network[1]._forward_hooks = OrderedDict()
+    assert torch.equal(module(x)["mean"], before)
+    add_hook(module.network)
+    assert not torch.allclose(module(x)["mean"], before)
+    torch.testing.assert_close(module(inputs())["mean"][:1], module(x)["mean"])
 
 
 def test_backward_hooks_of_a_served_sequence_are_called():
@@ -176,6 +188,11 @@ def add_hook(model: nn.Sequential) -> None:
     model[1].register_forward_hook(lambda module, args, out: 2 * out)
 
 
+def put_other_hooks(model: nn.Sequential) -> None:
+    model[1]._forward_hooks = OrderedDict()
+    add_hook(model)
+
+
 def add_pre_hook_to_the_whole(model: nn.Sequential) -> None:
     model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
 
@@ -195,7 +212,7 @@ def set_class(model: nn.Sequential) -> None:
 
 CHANGES = [
     write, write_through_data, write_to_the_last_layer_through_data, turn, swap_parameter, swap_layer, swap_activation,
-    insert, set_option, set_padding_mode, add_hook, add_pre_hook_to_the_whole, set_forward, set_class,
+    insert, set_option, set_padding_mode, add_hook, put_other_hooks, add_pre_hook_to_the_whole, set_forward, set_class,
 ]  # fmt: skip
 
 
