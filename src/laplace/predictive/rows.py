@@ -1,8 +1,9 @@
 """Links for a single row of outputs, in NumPy: E[softmax(f)] for one input on a processor.
 
 The formulas and constants are those of `links.probit` and `one_vs_rest`, and so are the results, up to rounding. Of ten
-numbers, an operation of torch takes a microsecond for being called, one of NumPy a third of that, and a step of Python a
-tenth: sums over classes are left to Python. A network of 0.1 ms notices the difference. There are no gradients, and nothing that a tracer would see: see `linalg.tracing.is_plain`.
+numbers, an operation of torch takes a microsecond for being called, one of NumPy a third of that, and a step of Python
+a tenth: what is done once per class is left to Python. A network of 0.1 ms notices the difference. There are no
+gradients, and nothing that a tracer would see: see `linalg.tracing.is_plain`.
 
 A row form takes variances through a linear map, `terms`, which the caller applies to what its variances are made of.
 """
