@@ -51,13 +51,16 @@ def test_the_integral_of_a_row_is_near_the_exact_one(size):
         assert float((found - oracle.softmax_of_independent(f, u)).abs().max()) < 5e-4
 
 
-def test_outputs_far_apart_and_variances_below_zero_stay_finite():
-    form = row_form(one_vs_rest, 3, np.dtype("float32"))
-    assert form is not None
-    for u in ([-1e-3, 0.0, 0.5], [1e10, 0.0, 1.5], [0.0, 0.0, 0.0]):
-        f = [1e4, 0.0, -1e4]
-        expected = softmax_of_independent(torch.tensor([f]), torch.tensor([u]).clamp(min=0))[0]
-        torch.testing.assert_close(torch.from_numpy(form(f, u)), expected, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("u", [[-1e-3, 0.0, 0.5], [1e10, 0.0, 1.5], [0.0, 0.0, 0.0]], ids=str)
+def test_outputs_far_apart_and_variances_below_zero_stay_finite(u):
+    f = torch.tensor([1e4, 0.0, -1e4], dtype=torch.float64)
+    expected = softmax_of_independent(f.unsqueeze(0), torch.tensor([u], dtype=torch.float64).clamp(min=0))[0]
+    rounded = torch.finfo(torch.float32).eps * max(1e4, max(u) ** 0.5)  # what float32 does to outputs of that size
+    for dtype, tolerance in (("float64", 1e-11), ("float32", max(1e-6, rounded / 100))):
+        form = row_form(one_vs_rest, 3, np.dtype(dtype))
+        assert form is not None
+        found = torch.from_numpy(form(f.tolist(), u)).double()
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 def test_only_small_rows_of_known_links_have_a_form():
