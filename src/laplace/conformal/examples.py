@@ -46,6 +46,7 @@ def labelled(
 def _split(batch: Any, source: Source, index: int) -> tuple[Any, Tensor, Tensor | None]:
     """Return the inputs and the labels of a batch, and which labels count if it says so."""
     keys, model = source.frame.keys, getattr(source, "model", None)
+    given: dict[str, Any]
     if is_graph(batch):
         x, (y, given) = batch, labels_in(batch, index, keys.given)
     elif isinstance(batch, Mapping):
