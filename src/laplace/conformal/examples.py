@@ -59,7 +59,7 @@ def _split(batch: Any, source: Source, index: int) -> tuple[Any, Tensor, Tensor 
         apart = ("weights",) if theirs else ("weights", MASK)
         x, y, given = batch, batch[keys.y], {key: batch[key] for key in apart if key in batch}
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) in (2, 3):
-        x, y, given = batch[0], batch[1], dict(zip(("weights",), batch[2:], strict=False))
+        x, y, given = batch[0], batch[1], {} if len(batch) == 2 else {"weights": batch[2]}
     else:
         raise InputError(
             f"batch {index} is a {type(batch).__name__}; a pair (x, y) or a mapping with labels is needed."
