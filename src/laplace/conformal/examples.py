@@ -46,6 +46,7 @@ def labelled(
 def _split(batch: Any, source: Source, index: int) -> tuple[Any, Tensor, Tensor | None]:
     """Return the inputs and the labels of a batch, and which labels count if it says so."""
     keys, model = source.frame.keys, getattr(source, "model", None)
+    given: dict[str, Any]
     if is_graph(batch):
         x, (y, given) = batch, labels_in(batch, index, keys.given)
     elif isinstance(batch, Mapping):
@@ -58,7 +59,7 @@ def _split(batch: Any, source: Source, index: int) -> tuple[Any, Tensor, Tensor 
         apart = ("weights",) if theirs else ("weights", MASK)
         x, y, given = batch, batch[keys.y], {key: batch[key] for key in apart if key in batch}
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) in (2, 3):
-        x, y, given = batch[0], batch[1], dict(zip(("weights",), batch[2:], strict=False))
+        x, y, given = batch[0], batch[1], {} if len(batch) == 2 else {"weights": batch[2]}
     else:
         raise InputError(
             f"batch {index} is a {type(batch).__name__}; a pair (x, y) or a mapping with labels is needed."

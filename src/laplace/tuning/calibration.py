@@ -78,7 +78,8 @@ def calibrate(
     Else it runs a few times.
 
     Args:
-        val_loader: Batches (x, y) that were not trained on, as `fit` takes them.
+        val_loader: Batches (x, y) that were not trained on, as `fit` takes them. A DataModule, or a Trainer of
+            transformers, gives its validation data.
         rule: 'best' takes the lowest score. 'one_se' takes the widest posterior whose score is within one standard
             error of the lowest, if it is worse by no more than 0.005 nats, two standard errors included: a wider
             posterior detects unknown inputs better.
