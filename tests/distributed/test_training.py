@@ -99,6 +99,24 @@ def test_training_by_evidence_runs_under_ddp(two):
     assert_trained(two.run(trained, True))
 
 
+def hooked() -> float:
+    """Train with a hook that doubles a gradient, in DistributedDataParallel or not. How far the weights are apart."""
+    found = []
+    for wrap in (False, True):
+        model = network()
+        model[0].weight.register_hook(lambda g: 2 * g)
+        given = DistributedDataParallel(model) if wrap else model
+        options = {"optimizer_cls": torch.optim.SGD, "optimizer_kwargs": {"lr": 1e-2}, "n_epochs": 2}
+        marglik_training(given, shard(data()), **options, group=distributed.group.WORLD)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return float((found[0] - found[1]).abs().max())
+
+
+@pytest.mark.slow
+def test_hooks_of_parameters_run_once(two):
+    assert max(two.run(hooked)) < 1e-12
+
+
 class Greedy(torch.autograd.Function):
     """Passes values on. Runs out of memory on the way back of large ones."""
 
