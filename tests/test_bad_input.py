@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace import Laplace
+from laplace import Laplace, marglik_training
 from laplace.errors import InputError, LaplaceError, ModelError, NotFittedError, OptionError, UnsupportedError
 from networks import cut, make
 
@@ -258,7 +258,10 @@ def test_accumulating_with_another_number_of_outputs_is_refused():
         (lambda la: la((X, X)), "2 inputs, the first a tensor"),
         (lambda la: la(X, link="mc"), "no option 'link'"),
         (lambda la: la(X, X), r"pred_type= stands.*write la\(\(x1, x2\)\)"),
-        (lambda la: la.calibrate(torch.utils.data.TensorDataset(X, Y)), r"single examples. Write DataLoader"),
+        (
+            lambda la: marglik_training(la.model, torch.utils.data.TensorDataset(X, Y), "classification", n_epochs=1),
+            r"single examples. Write DataLoader",
+        ),
         (lambda la: la.fit(None), "the loader is a NoneType"),
         (lambda la: la.fit(cut(X, Y, 2), generator=0), "generator is a int"),
         (lambda la: setattr(la, "temperature", -1.0), "temperature must be positive"),

@@ -44,6 +44,17 @@ CASES = {
 }
 
 
+@QUIET
+def test_a_dataset_of_single_examples_is_joined_to_batches():
+    def la():
+        return Laplace(net(), "classification").fit([(X[:80], CLASSES[:80])])
+
+    held_out = X[80:].clone(), CLASSES[80:].clone()
+    result = la().calibrate(TensorDataset(*held_out))
+    assert result.n_data == 80
+    assert result.chosen.nll == pytest.approx(la().calibrate(held_out).chosen.nll, rel=1e-9)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:.*draws:laplace.errors.LaplaceWarning")
 def test_other_likelihoods(case):
