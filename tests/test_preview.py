@@ -56,6 +56,7 @@ def test_it_counts_the_data_of_a_loader():
     x, y = batch(8)
     dataset = TensorDataset(x, y)
     assert laplace.plan(network(), DataLoader(dataset, batch_size=3), "classification").n_data == 8
+    assert laplace.plan(network(), dataset, "classification").n_data == 8
     assert laplace.plan(network(), [(x, y), (x[:3], y[:3])], "classification").n_data == 11
     half = DataLoader(dataset, batch_size=3, sampler=SubsetRandomSampler(range(4)))
     assert laplace.plan(network(), half, "classification").n_data == 4

@@ -30,6 +30,8 @@ from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plain
 from laplace.network.batches import device_of, split
+from laplace.network.datasets import loader_of
+from laplace.network.loaders import dataloader_of
 from laplace.spec import PlanOptions, refuse_unknown_keywords
 from laplace.structures import STRUCTURES, Structure
 from laplace.structures.blockdiag import BlockDiagonal
@@ -134,7 +136,7 @@ def plan(
 
     Args:
         model: the network. It runs on two examples.
-        batch: a batch of the training loader, or the loader itself.
+        batch: a batch of the training loader; or the loader itself, a dataset, a DataModule or a transformers Trainer.
         likelihood: as in `Laplace`.
         subset_of_weights: as in `Laplace`.
         curvature: as in `Laplace`.
@@ -157,6 +159,7 @@ def plan(
     choice(others.pop("functional_approximation", "sod"), FUNCTIONAL, "functional_approximation")  # the table has both
     own = {key: others.pop(key) for key in list(others) if any(key in made.options for made in _KINDS.values())}
     la = Laplace(model, likelihood, subset_of_weights, "diag", **others)
+    batch = loader_of(dataloader_of(batch, "train"))
     size = _size(batch, la) if n_data is None else whole_number(n_data, "n_data", 1, LARGEST)
     number = _ASSUMED if size is None else size
 

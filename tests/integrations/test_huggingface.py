@@ -133,7 +133,7 @@ def test_a_trainer_is_fitted_in_order_with_its_collator_and_without_drawing(tmp_
     la = Laplace(model, "classification").fit(trainer)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training == mode
-    assert la.n_data == N
+    assert la.n_data == laplace.plan(model, trainer, "classification").n_data == N
     same = Laplace(model, "classification").fit([padded(examples()[:9]), padded(examples()[9:])])
     assert_close(la.log_marginal_likelihood(), same.log_marginal_likelihood(), rtol=1e-5)
     assert la.tune().score == pytest.approx(same.tune().score, rel=1e-4)  # which reads the data again
