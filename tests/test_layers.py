@@ -119,13 +119,21 @@ def test_every_room_of_the_list_is_there():
     assert {room(name) for name in modules(PACKAGE)} == LEVEL.keys()
 
 
+def drawn(page: str) -> list[tuple[str, ...]]:
+    """The layers of the picture in ARCHITECTURE.md, highest first: its lines, up to the words on what they hold."""
+    picture = page.partition("## The layers\n")[2].partition("\n`tests/")[0]
+    lines = [line.strip() for line in picture.splitlines() if line.startswith(" " * 8)]
+    names = [re.split(r"\s{2,}", line)[0] for line in lines]
+    return [tuple(name.removesuffix("/") for name in line.split(", ")) for line in names]
+
+
 def test_the_picture_in_architecture_is_that_of_the_layers():
     page = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text()
-    picture = page.partition("Lowest first:\n")[2].partition("\n    tests/")[0]
-    lines = [line[4:28] for line in picture.splitlines() if line[:5].strip()]  # the column of names
-    drawn = [name.strip().removesuffix("/") for line in lines for name in line.split(",") if name.strip() != "..."]
-    assert [LEVEL[name] for name in drawn] == sorted(LEVEL[name] for name in drawn)
-    assert LEVEL.keys() - set(drawn) == {"__init__", "lllaplace", "subnetlaplace", "marglik_training"}
+    assert [set(layer) for layer in drawn(page)] == [set(layer) for layer in reversed(LAYERS)]
+    named = re.findall(r"^- `([\w/]+)`:", page, re.M)
+    assert {name.removesuffix("/") for name in named} <= LEVEL.keys()
+    folders = {room(name) for name, path in modules(PACKAGE).items() if path.name == "__init__.py"}
+    assert folders - {name.removesuffix("/") for name in named} == {"__init__", "commands", "utils"}
     files = {path.name for folder in (PACKAGE.parent, Path(__file__).parent) for path in folder.rglob("*.py")}
     assert {name.rpartition("/")[2] for name in re.findall(r"[\w/]+\.py", page)} - files == set()
 
