@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -115,6 +116,24 @@ def test_every_public_member_is_described_and_on_a_page(path):
             there |= any(owner in WITH_MEMBERS and bool(vars(owner)[name].__doc__) for owner in owners)
         missing += [] if there else [f"{path}.{name}"]
     assert not missing, f"without a docstring, or not in docs/api: write `::: {missing[0]}` there"
+
+
+def imported_by(page: Path) -> Iterator[tuple[str, str]]:
+    """The modules and names of ours that the code blocks of a page import."""
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "laplace":
+                yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_what_the_docs_import_is_public():
+    root = PAGES[0].parents[2]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    names = {pair for page in pages if page.name != "coming-from-laplace-torch.md" for pair in imported_by(page)}
+    things = {f"{module}.{name}": found(f"{module}.{name}") for module, name in names}
+    assert len(things) > 60
+    shown = [*SHOWN.values(), *PUBLIC.values(), *(import_module(f"laplace.{room}") for room in ROOMS)]
+    assert [name for name, thing in things.items() if not any(thing is other for other in shown)] == []
 
 
 def test_every_argument_of_a_public_call_is_described():

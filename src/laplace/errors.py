@@ -26,6 +26,7 @@ __all__ = [
     "StaleWarning",
     "UnknownAttributeError",
     "UnknownNameError",
+    "UnreadableError",
     "UnsupportedError",
 ]
 
@@ -180,3 +181,7 @@ def quiet() -> Iterator[None]:
     if not any(filter_[1] is not None and filter_[1].pattern == _SLOW for filter_ in warnings.filters):
         warnings.filterwarnings("ignore", message=_SLOW)
     yield
+
+
+def __dir__() -> list[str]:
+    return __all__

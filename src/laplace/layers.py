@@ -59,3 +59,7 @@ def outer(
         A value that a rule may return for that weight.
     """
     return Given(a, g)
+
+
+def __dir__() -> list[str]:
+    return __all__

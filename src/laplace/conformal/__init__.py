@@ -10,3 +10,7 @@ from laplace.conformal.calls import from_predictions
 from laplace.conformal.coverage import Cell, CoverageTest
 
 __all__ = ["Cell", "Conformal", "CoverageTest", "from_predictions"]
+
+
+def __dir__() -> list[str]:
+    return __all__

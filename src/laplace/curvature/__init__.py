@@ -14,3 +14,7 @@ from laplace.linalg.output_curvature import OutputCurvature
 CURVATURES: Final[dict[str, type[Estimator]]] = {made.name: made for made in (GGN, Sketch, MC, EF, Hessian)}
 
 __all__ = ["CURVATURES", "EF", "GGN", "MC", "Drawn", "Estimator", "Hessian", "OutputCurvature", "Sketch"]
+
+
+def __dir__() -> list[str]:
+    return __all__

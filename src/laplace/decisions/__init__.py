@@ -14,3 +14,7 @@ __all__ = [
     "draw_functions",
     "score",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

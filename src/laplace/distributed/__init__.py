@@ -15,3 +15,7 @@ from laplace.distributed.sampler import ShardSampler
 from laplace.distributed.together import together
 
 __all__ = ["ShardSampler", "together"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -60,3 +60,7 @@ __all__ = [
     "selective_accuracy",
     "sharpness",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

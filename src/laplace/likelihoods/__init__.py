@@ -76,3 +76,7 @@ __all__ = [
     "from_log_prob",
     "likelihood_named",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

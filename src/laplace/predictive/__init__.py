@@ -7,3 +7,7 @@ from laplace.predictive.prediction import Prediction
 from laplace.predictive.response import Latent, Response
 
 __all__ = ["Latent", "Link", "OutputGaussian", "OutputMixture", "OutputSamples", "Prediction", "Response", "joined"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -25,3 +25,7 @@ __all__ = [
     "StudentT",
     "from_log_density",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,3 +7,7 @@ from laplace.rivals.mixture import Mixture
 from laplace.rivals.swag import SWAG
 
 __all__ = ["SWAG", "Ensemble", "MCDropout", "Mixture", "Rescaled", "Rival"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -98,3 +98,7 @@ __all__ = [
     "Sums",
     "Variational",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

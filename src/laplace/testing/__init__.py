@@ -11,3 +11,7 @@ from laplace.testing.likelihoods import LikelihoodConformance
 from laplace.testing.structures import StructureConformance
 
 __all__ = ["LikelihoodConformance", "StructureConformance"]
+
+
+def __dir__() -> list[str]:
+    return __all__

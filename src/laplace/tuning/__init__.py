@@ -21,3 +21,7 @@ __all__ = [
     "regress_on_features",
     "with_uncertainty_units",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -42,11 +42,17 @@ class Scattered:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Holds names and shapes of the blocks. A block is a parameter tensor, or its uncertain weights, of shape (p,)."""
+    """Holds names and shapes of the blocks. A block is a parameter tensor, or its uncertain weights, of shape (p,).
+
+    Attributes:
+        names: the names of the parameters, in the order of the flat vector of weights.
+        shapes: the shape of each block.
+        scattered: for each block, which weights of the tensor it has, or None for a whole tensor. () if all are whole.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    scattered: tuple[Scattered | None, ...] = ()  # one per block, None for a whole tensor; () if all are whole
+    scattered: tuple[Scattered | None, ...] = ()
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, Tensor]]) -> Layout:

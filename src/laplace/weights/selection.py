@@ -21,10 +21,16 @@ from laplace.weights.layout import Layout
 
 @dataclass(frozen=True)
 class Selection:
-    """Holds the layout of the uncertain weights of any layers."""
+    """Holds the layout of the uncertain weights of any layers.
+
+    Attributes:
+        layout: their names and shapes, in the order of the flat vector of weights.
+        module: always None; a last layer has a module here.
+        reduction: always None; a last layer has one here.
+    """
 
     layout: Layout
-    module: None = None  # set only for a last layer, as is `reduction`
+    module: None = None
     reduction: None = None
 
     @property
