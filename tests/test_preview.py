@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 import laplace
+from extending.test_structure import Floored
 from laplace import Laplace
-from laplace.errors import InputError, LaplaceWarning, OptionError
-from laplace.structures import STRUCTURES
+from laplace.errors import InputError, LaplaceWarning, OptionError, UnsupportedError
+from laplace.priors import CorrelatedGaussian, from_log_density
+from laplace.structures import STRUCTURES, Kron
 from networks import make
 
 
@@ -207,3 +211,49 @@ def test_ranks_that_keep_their_own_factors_need_less_memory():
         assert 0.3 < spread[name].bytes / whole[name].bytes < 0.45
         assert spread[name].epochs == whole[name].epochs
     assert "shard_factors=True keeps the factors of each layer on one rank" in spread["full"].reason
+
+
+def test_structures_with_options_and_those_from_outside_get_a_row():
+    given = [Floored(0.5), Floored(), Kron(damping=True), Kron()]
+    preview = laplace.plan(network(), batch(), "classification", "all", hessian_structure=given)
+    assert [option.structure for option in preview][-3:] == ["Floored, floor=0.5", "Floored", "kron, damping=True"]
+    one = laplace.plan(network(), batch(), "classification", "all", hessian_structure=Floored())["Floored"]
+    assert one == preview["Floored"]
+    assert one.fits
+    assert one.bytes == preview["diag"].bytes
+    refused = laplace.plan(network(), batch(), "classification", hessian_structure=Floored(), prior=_coupled())
+    assert not refused["Floored"].fits
+    assert "a dense precision of all weights together" in refused["Floored"].reason
+    for wrong in ("kron", Floored, None, [Kron(), 3]):
+        with pytest.raises(OptionError, match=r"must be a structure, or several, as in hessian_structure=\[Mine"):
+            laplace.plan(network(), batch(), "classification", hessian_structure=wrong)
+
+
+def test_it_says_which_structures_do_not_accept_the_prior_and_why_once():
+    prior = CorrelatedGaussian({"2.bias": torch.eye(3)})
+    preview = laplace.plan(network(), batch(), "classification", prior=prior)
+    usable = [option.structure for option in preview if option.fits]
+    for option in preview:  # the same answer as that of a fit
+        kind, _, approximation = option.structure.partition(", ")
+        options = {"functional_approximation": approximation} if approximation else {}
+        la = Laplace(network(), "classification", "last_layer", kind, prior=prior, **options)
+        if option.structure in usable:
+            assert la.fit([batch()]).is_fitted
+        else:
+            with pytest.raises(UnsupportedError, match="does not accept"):
+                la.fit([batch()])
+    assert usable == ["full", "kron", "block"]
+    assert str(preview).count("does not accept") == 1
+    assert "\nNot diag; ekfac; inf; lowrank; matrix_free; gp; gp, nystrom; gp, variational:" in str(preview)
+    assert max(map(len, str(preview).splitlines())) <= 80
+
+
+def _coupled():
+    return from_log_density(lambda w: -(w.sum() ** 2) - w.square().sum())
+
+
+def test_large_numbers_are_written_out():
+    large = laplace.plan(network(400), batch(), "classification", "all", n_data=64, memory_budget=10**12)
+    assert "e+" not in str(large)
+    assert re.search(r"\nfull .* [\d,]+,\d{3}  yes", str(large))
+    assert re.search(r"would cost more than [\d.,]+ epochs, a few seconds\)", large.why)

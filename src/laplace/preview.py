@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from laplace.backprop.network import Network, NetworkMoments
 from laplace.budget import in_bytes
-from laplace.checks import LARGEST, choice, flag, how_many, whole_number
+from laplace.checks import LARGEST, choice, flag, how_many, shown, whole_number
 from laplace.curvature import Estimator
 from laplace.errors import InputError, LaplaceError, OptionError
 from laplace.inference.accumulate_spread import require_spreadable
@@ -75,8 +75,14 @@ class Option:
     def cells(self) -> tuple[str, ...]:
         """Return the cells of a row of the table."""
         if self.reason:
-            return self.structure, "-", "-", f"no: {self.reason}"
-        return self.structure, in_bytes(self.bytes), f"{self.epochs:.3g}", "yes" if self.fits else "no: too large"
+            return self.structure, "-", "-", "no: see below"
+        return self.structure, in_bytes(self.bytes), _rounded(self.epochs, 3), "yes" if self.fits else "no: too large"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """Write a number with so many significant digits, and large ones without an exponent."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if value > 1 and "e" in text else text
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,15 @@ class Preview:
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
-        table = [lines[0], "-" * min(80, max(map(len, lines))), *lines[1:]]
-        return "\n".join([self.title, "", *table, "", *wrap(f"Recommended: {self.why}", 80)])
+        table = [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+        return "\n".join([self.title, "", *table, "", *self._reasons(), *wrap(f"Recommended: {self.why}", 80)])
+
+    def _reasons(self) -> list[str]:
+        """Return why structures cannot be used, each reason once."""
+        reasons = dict.fromkeys(option.reason for option in self.options if option.reason)
+        without = {why: [option.structure for option in self.options if option.reason == why] for why in reasons}
+        lines = [line for why, names in without.items() for line in wrap(f"Not {'; '.join(names)}: {why}.", 80)]
+        return [*lines, ""] if lines else []
 
 
 @refuse_unknown_keywords
@@ -122,6 +135,7 @@ def plan(
     likelihood: Likelihood | str,
     subset_of_weights: Subset | str | Sequence[str] | Callable[[str, nn.Parameter], bool] = "last_layer",
     *,
+    hessian_structure: Structure | Sequence[Structure] = (),
     curvature: Estimator | str | None = None,
     n_data: int | None = None,
     ranks: int = 1,
@@ -139,6 +153,8 @@ def plan(
         batch: a batch of the training loader; or the loader itself, a dataset, a DataModule or a transformers Trainer.
         likelihood: as in `Laplace`.
         subset_of_weights: as in `Laplace`.
+        hessian_structure: further structures that get a row: your own, or one of ours with other options. They are
+            never recommended.
         curvature: as in `Laplace`.
         n_data: the number of training examples. By default the size of the loader, or 10,000 for a single batch.
         ranks: on how many processes the data is divided. Memory and cost are those of each: they share the examples and
@@ -158,13 +174,16 @@ def plan(
     others: dict[str, Any] = {**options, "curvature": curvature}
     choice(others.pop("functional_approximation", "sod"), FUNCTIONAL, "functional_approximation")  # the table has both
     own = {key: others.pop(key) for key in list(others) if any(key in made.options for made in _KINDS.values())}
-    la = Laplace(model, likelihood, subset_of_weights, "diag", **others)
+    la = Laplace(model, likelihood, subset_of_weights, "full", **others)  # which accepts every prior
+    further = _further(hessian_structure)
     batch = loader_of(dataloader_of(batch, "train"))
     size = _size(batch, la) if n_data is None else whole_number(n_data, "n_data", 1, LARGEST)
     number = _ASSUMED if size is None else size
 
     def structure(name: str) -> Structure:
         """Return a structure with the given options that belong to it."""
+        if name in further:
+            return Laplace(model, likelihood, subset_of_weights, further[name], **others).structure
         made = _KINDS[name]
         given = {key: value for key, value in own.items() if key in made.options}
         if made.functional:
@@ -179,7 +198,20 @@ def plan(
             "processes will fit together, or leave out shard_factors=True."
         )
     with plain():
-        return _previewed(la, _first(batch), number, size is None, structure, ranks, shard_factors)
+        names = (*_KINDS, *further)
+        return _previewed(la, _first(batch), number, size is None, names, structure, ranks, shard_factors)
+
+
+def _further(given: Any) -> dict[str, Structure]:
+    """Return the structures that the user gave, by the names of their rows."""
+    structures = given if isinstance(given, (list, tuple)) else (given,)
+    for each in structures:
+        if not isinstance(each, Structure):
+            raise OptionError(
+                f"hessian_structure={shown(each)} must be a structure, or several, as in "
+                "hessian_structure=[Mine(), Kron(damping=True)]. The table has all of ours with their default options."
+            )
+    return {each.described: each for each in structures if each.described not in _KINDS}
 
 
 def _several(batch: Any) -> bool:
@@ -219,20 +251,21 @@ def _recommended(options: Sequence[Option], limit: float) -> tuple[str | None, s
         tried = ", ".join(_CLOSEST)
         return None, f"nothing; none of {tried} fits. Take fewer weights, or a larger memory_budget."
     found = next((option for option in candidates if option.epochs <= limit), None)
+    most = f"{_rounded(limit, 3)} epochs" + (", a few seconds" if limit > _AFFORDABLE else "")
     if found is None:
         name = min(candidates, key=lambda option: option.epochs).structure
         return name, (
-            f"{name}, the cheapest: every structure costs more than {limit:.3g} epochs. With curvature='sketch' one "
+            f"{name}, the cheapest: every structure costs more than {most}. With curvature='sketch' one "
             "vector per example is sent back."
         )
-    name, cost = found.structure, f"about {found.epochs:.2g} epochs and {in_bytes(found.bytes)}"
+    name, cost = found.structure, f"about {_rounded(found.epochs, 2)} epochs and {in_bytes(found.bytes)}"
     if name == "full":
         return name, f"full, which leaves nothing out, for {cost}."
     closer = _CLOSEST[: _CLOSEST.index(name)]
     missing = ", ".join(other for other in closer if other not in fitting)
     dear = ", ".join(other for other in closer if other in fitting)
     reasons = [f"{missing} cannot be used"] if missing else []
-    reasons += [f"{dear} would cost more than {limit:.3g} epochs"] if dear else []
+    reasons += [f"{dear} would cost more than {most}"] if dear else []
     return name, f"{name}, the closest to the whole curvature for {cost} ({'; '.join(reasons)})."
 
 
@@ -241,6 +274,7 @@ def _previewed(
     batch: Any,
     n_data: int,
     assumed: bool,
+    names: Sequence[str],
     made: Callable[[str], Structure],
     ranks: int,
     shard_factors: bool,
@@ -273,14 +307,15 @@ def _previewed(
     sent = counter.get_total_flops() * len(vectors) / len(some)  # the counter starts at 0 each time
     epoch = 3 * once / n  # a forward pass, and twice as much for a backward pass to the weights
     found = []
-    for name in _KINDS:
+    for name in names:
         try:
             structure = made(name)
+            la.prior.check(layout, structure.takes)
             require_divisible(structure, ranks)
             if shard_factors:
                 require_spreadable(structure, checkpoint=False)
         except LaplaceError as error:
-            found.append(Option(name, 0, 0.0, False, str(error).split(". ")[0]))
+            found.append(Option(name, 0, 0.0, False, str(error).split(". ")[0].removesuffix(".")))
             continue
         needed = structure.memory(moments, layout, f.element_size())
         if shard_factors and isinstance(structure, BlockDiagonal):

@@ -210,7 +210,7 @@ class Prior(NamedOptions, ABC):
 def require_form(prior: Prior, form: str, takes: Sequence[str]) -> None:
     """Refuse a form of the precision that the structure does not accept, and name structures that do."""
     if form not in takes:
-        undamped = " without damping=" if form == "kron" else ""
+        undamped = " ('kron' without damping=)" if form == "kron" else ""
         raise UnsupportedError(
             f"{prior} has {_WORDS[form]}, which this hessian_structure does not accept. Take "
             f"hessian_structure={taking(form)}{undamped}."

@@ -128,7 +128,8 @@ class CorrelatedGaussian(Prior):
         return cls(matrices, state["strength"], state["mean"])
 
     def __repr__(self) -> str:
-        return super().__repr__().replace("(", f"({len(self._matrices)} matrices, ", 1)
+        n = len(self._matrices)
+        return super().__repr__().replace("(", f"({n} {'matrix' if n == 1 else 'matrices'}, ", 1)
 
     def _with(self, matrices: dict[str, Matrices], strength: Tensor, mean: Tensor) -> Self:
         other = copy.copy(self)
