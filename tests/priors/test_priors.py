@@ -12,7 +12,15 @@ from torch import Tensor, nn
 import oracle
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning, NumericalError, OptionError, UnsupportedError
-from laplace.priors import CorrelatedGaussian, GaussianPrior, Prior, SmoothedLaplace, StudentT, from_log_density
+from laplace.priors import (
+    CorrelatedGaussian,
+    GaussianPrior,
+    Independent,
+    Prior,
+    SmoothedLaplace,
+    StudentT,
+    from_log_density,
+)
 from priors.reference import Reference, gaussian, smoothed_laplace, student_t
 
 PER_WEIGHT = ["full", "block", "diag", "lowrank", "inf"]
@@ -79,10 +87,27 @@ def agrees(la: Laplace, reference: Reference, sigma: float = 1.0, temperature: f
     assert ((spread - covariance) / torch.outer(wide, wide)).abs().max() < 0.12
 
 
+class Logistic(Independent):
+    """Independent logistic weights, whose curvature autograd finds."""
+
+    name = "logistic"
+
+    def __init__(self, scale: Tensor | float = 1.0, mean: Tensor | float = 0.0) -> None:
+        super().__init__({"scale": scale}, mean)
+
+    def log_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        u = u / values["scale"]
+        return -u - 2 * nn.functional.softplus(-u) - values["scale"].log()
+
+
 PRIORS = {
     "student-t": (lambda: StudentT(4.0, 1.5), lambda case: student_t(case.sizes, 4.0, 1.5)),
     "student-t around 0.1": (lambda: StudentT(4.0, 1.5, 0.1), lambda case: student_t(case.sizes, 4.0, 1.5, 0.1)),
     "laplace": (lambda: SmoothedLaplace(0.3, 0.2), lambda case: smoothed_laplace(case.sizes, 0.3, 0.2)),
+    "own class": (
+        lambda: Logistic(0.4),
+        lambda case: lambda theta: _logistic(theta, torch.tensor(0.4, dtype=torch.float64)),
+    ),
     "own": (
         lambda: from_log_density(_logistic, independent="weights", scale=0.4),
         lambda case: lambda theta: _logistic(theta, torch.tensor(0.4, dtype=torch.float64)),
@@ -448,3 +473,40 @@ def test_setting_another_prior_needs_no_refit():
     same(la.log_marginal_likelihood(), case.fit(StudentT(4.0, 1.5, 0.5)).log_marginal_likelihood())
     with pytest.raises(OptionError, match="allowed are 1 or 2"):
         la.prior = StudentT(torch.ones(5))
+
+
+class Halved(StudentT):
+    """Half of the curvature that its density has."""
+
+    def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        return super().bend_each(u, **values) / 2
+
+
+class Summed(StudentT):
+    def log_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        return super().log_each(u, **values).sum()
+
+
+class Alike(StudentT):
+    def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:
+        return values["scale"] ** -2
+
+
+def test_a_curvature_that_is_not_that_of_its_density_is_refused():
+    words = r"Halved.bend_each is 0\.\d+ at u = .*; -d2 log_each / du2 is 0\.\d+ there. Leave out bend_each"
+    with pytest.raises(OptionError, match=words):
+        _ = Case().fit(Halved(4.0, 1.5)).posterior_variance
+    for wrong, words in [
+        (Summed, r"Summed.log_each returned shape \(\) for u of shape \(12,\)"),
+        (Alike, "Alike.bend_each"),
+    ]:
+        with pytest.raises(OptionError, match=words):
+            _ = Case().fit(wrong(4.0, 1.5)).log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("prior", [StudentT(4.0, 1.5), SmoothedLaplace(0.3, 0.2)])
+def test_curvatures_in_closed_form_are_those_of_autograd(prior):
+    u = torch.linspace(-4, 4, 101, dtype=torch.float64)
+    same(prior.bend_each(u, **prior.hyperparameters), Independent.bend_each(prior, u, **prior.hyperparameters))
+    with torch.inference_mode():
+        same(Independent.bend_each(prior, u, **prior.hyperparameters), prior.bend_each(u, **prior.hyperparameters))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from laplace import Laplace, marglik_training
 from laplace.errors import CheckpointError, InputError, LaplaceWarning, OptionError, UnsupportedError
 from laplace.priors import CorrelatedGaussian, GaussianPrior, Prior, SmoothedLaplace, StudentT, from_log_density
-from priors.test_priors import Case, _logistic, correlated, same, spd
+from priors.test_priors import Case, Logistic, _logistic, correlated, same, spd
 
 
 def _flat_top(theta: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -24,6 +24,7 @@ TUNED = {
     "laplace": (lambda case: SmoothedLaplace(1.0, 0.5), "diag", ["scale"]),
     "correlated": (lambda case: CorrelatedGaussian(correlated(case)[0]), "kron", ["strength"]),
     "own": (lambda case: from_log_density(_logistic, independent="weights", scale=1.0), "block", ["scale"]),
+    "own class": (lambda case: Logistic(1.0), "diag", ["scale"]),
     "own, two": (
         lambda case: from_log_density(_flat_top, independent="weights", unrestricted="shift", scale=1.0, shift=0.0),
         "full",

@@ -197,4 +197,5 @@ def _checked_class_weights(values: Any) -> Tensor:
 
 def _are_probabilities(f: Tensor) -> bool:  # (N, C)
     """Return whether all rows lie on the simplex, which logits do not do by chance."""
+    f = f.detach()
     return f.shape[1] > 1 and float(f.min()) >= 0 and bool(((f.sum(-1) - 1).abs() < 1e-3).all())

@@ -226,6 +226,13 @@ def require_known(prior: Prior, names: Sequence[str]) -> None:
             raise OptionError(f"{type(prior).__name__} has no hyperparameter {name!r}. It has: {listed}.")
 
 
+def slope(value: Tensor, weights: Tensor, keep: bool) -> Tensor:
+    """Return the derivative, or zero if `value` does not depend on the weights. `keep` keeps its graph."""
+    if not value.requires_grad:
+        return torch.zeros_like(weights)
+    return torch.autograd.grad(value, weights, create_graph=keep, allow_unused=True, materialize_grads=True)[0]
+
+
 def diagonal_of(form: Form, size: int) -> Tensor:  # (p,)
     """Return the diagonal of a precision."""
     if isinstance(form, Kronecker):

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.checks import choice, flag, positive, real
 from laplace.errors import InputError, LaplaceError, OptionError
 from laplace.linalg.symmetric import Clipped
-from laplace.priors.base import Prior, clipped_matrix, clipped_values, require_form, require_known
+from laplace.priors.base import Prior, clipped_matrix, clipped_values, require_form, require_known, slope
 from laplace.priors.gaussian import own
 from laplace.weights.layout import Layout
 
@@ -111,8 +111,8 @@ class Custom(Prior):
         keep = self.needs_grad and torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
             weights = theta.detach().double().clone().requires_grad_()
-            slope = _grad(self._at(weights, layout), weights, keep=True)
-            found = self._bends(slope, weights, layout, keep)
+            slopes = slope(self._at(weights, layout), weights, keep=True)
+            found = self._bends(slopes, weights, layout, keep)
         pairs = [clipped_values(d) if d.dim() == 1 else clipped_matrix(d) for d in found]
         forms = [d if keep else d.detach() for d, _ in pairs]
         if not all(d.detach().isfinite().all() for d in forms):
@@ -122,14 +122,14 @@ class Custom(Prior):
             )
         return [d.to(theta.dtype) for d in forms], sum((clipped for _, clipped in pairs), Clipped())
 
-    def _bends(self, slope: Tensor, weights: Tensor, layout: Layout, keep: bool) -> list[Tensor]:
+    def _bends(self, slopes: Tensor, weights: Tensor, layout: Layout, keep: bool) -> list[Tensor]:
         """Return -d2 log p. Independent weights take one Hessian-vector product, all others one per row."""
         if self.independent == "weights":
-            bend = -_grad(slope.sum(), weights, keep=True)
+            bend = -slope(slopes.sum(), weights, keep=True)
             signs = 1.0 - 2.0 * (torch.arange(len(weights), device=weights.device) % 2)
-            self._require(-_grad((slope * signs).sum(), weights, keep) - bend * signs, bend)
+            self._require(-slope((slopes * signs).sum(), weights, keep) - bend * signs, bend)
             return layout.split(bend)
-        rows = torch.stack([-_grad(one, weights, keep=True) for one in slope])
+        rows = torch.stack([-slope(one, weights, keep=True) for one in slopes])
         rows = (rows + rows.T) / 2
         if self.independent == "nothing":
             return [rows]
@@ -191,10 +191,3 @@ class Custom(Prior):
                 f"the function of {self} returned {float(out.detach())} at these weights; log p must be finite there."
             )
         return out.reshape(()).double()
-
-
-def _grad(value: Tensor, weights: Tensor, keep: bool) -> Tensor:
-    """Return the derivative, or zero if `value` does not depend on the weights."""
-    if not value.requires_grad:
-        return torch.zeros_like(weights)
-    return torch.autograd.grad(value, weights, create_graph=keep, allow_unused=True, materialize_grads=True)[0]

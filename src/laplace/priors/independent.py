@@ -15,26 +15,33 @@ from laplace.checks import positive, real
 from laplace.errors import OptionError
 from laplace.linalg.bessel import log_k1
 from laplace.linalg.symmetric import Clipped
-from laplace.priors.base import Prior, clipped_values, require_form, require_known
+from laplace.priors.base import Prior, clipped_values, require_form, require_known, slope
 from laplace.priors.gaussian import own
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_CLOSE = 1e-6
+
 
 class Independent(Prior):
     """Gives every weight the same density around a mean, with hyperparameters for all weights or per tensor.
 
-    A subclass says `log_each` and `bend_each`, and gives its hyperparameters to this constructor.
+    A subclass says `log_each`, and gives its hyperparameters to this constructor.
 
     Args:
         hyperparameters: positive values by name, one number or one per parameter tensor each.
         mean: one number, or one per weight.
 
+    Attributes:
+        compared: whether `bend_each` has been compared with autograd.
+
     Raises:
         OptionError: a hyperparameter is not positive.
     """
+
+    compared: bool = False
 
     def __init__(self, hyperparameters: Mapping[str, Tensor | float], mean: Tensor | float) -> None:
         self._values = {name: _checked(value, name) for name, value in hyperparameters.items()}
@@ -49,14 +56,20 @@ class Independent(Prior):
             **values: the hyperparameters of this tensor, by name, ().
         """
 
-    @abstractmethod
     def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:  # (p,) -> (p,)
-        """Return -d2 log p / du2 of each weight.
+        """Return -d2 log p / du2 of each weight. By default autograd differentiates `log_each`.
+
+        A closed form may replace it. It is compared with autograd when it is first used.
 
         Args:
             u: the distances, float64.
             **values: the hyperparameters of this tensor, by name, ().
         """
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (u, *values.values()))
+        with torch.inference_mode(False), torch.enable_grad():
+            at = u.clone() if u.requires_grad else u.detach().clone().requires_grad_()
+            log_p = _log_each(self, at, {name: value.clone() for name, value in values.items()})
+            return -slope(slope(log_p.sum(), at, keep=True).sum(), at, keep)
 
     @property
     def hyperparameters(self) -> dict[str, Tensor]:
@@ -76,10 +89,11 @@ class Independent(Prior):
         return self._with(self._values | each, self.mean)
 
     def log_density(self, theta: Tensor, layout: Layout) -> Tensor:
-        return torch.stack([self.log_each(u, **values).sum() for u, values in self._parts(theta, layout)]).sum()
+        return torch.stack([_log_each(self, u, values).sum() for u, values in self._parts(theta, layout)]).sum()
 
     def precision_at(self, theta: Tensor, layout: Layout) -> tuple[list[Tensor], Clipped]:
-        pairs = [clipped_values(self.bend_each(u, **values)) for u, values in self._parts(theta, layout)]
+        pairs = [clipped_values(_bend_each(self, u, values)) for u, values in self._parts(theta, layout)]
+        self.compared = True
         return [d.to(theta.dtype) for d, _ in pairs], sum((clipped for _, clipped in pairs), Clipped())
 
     def check(self, layout: Layout, takes: Sequence[str] = ("diag",)) -> None:
@@ -196,6 +210,40 @@ class SmoothedLaplace(Independent):
     def bend_each(self, u: Tensor, **values: Tensor) -> Tensor:
         square = values["smoothing"].square()
         return square / (values["scale"] * (u.square() + square) ** 1.5)
+
+
+_CLOSED = (Independent.bend_each, StudentT.bend_each, SmoothedLaplace.bend_each)  # which need no comparison
+
+
+def _log_each(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> Tensor:  # (p,)
+    return _one_per_weight(prior, "log_each", prior.log_each(u, **values), u)
+
+
+def _bend_each(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> Tensor:  # (p,)
+    """Return `bend_each`, which must be what autograd finds at the first weights."""
+    bends = _one_per_weight(prior, "bend_each", prior.bend_each(u, **values), u)
+    if prior.compared or type(prior).bend_each in _CLOSED or not len(u):
+        return bends
+    with torch.no_grad():
+        expected = Independent.bend_each(prior, u.detach(), **values)
+        apart = (bends.detach() - expected).abs().nan_to_num(0.0)
+    worst = int(apart.argmax())
+    if apart[worst] > _CLOSE * expected.abs().nan_to_num(0.0).max():
+        raise OptionError(
+            f"{type(prior).__name__}.bend_each is {float(bends.detach()[worst]):.6g} at u = {float(u[worst]):.6g}; "
+            f"-d2 log_each / du2 is {float(expected[worst]):.6g} there. Leave out bend_each: then autograd computes it."
+        )
+    return bends
+
+
+def _one_per_weight(prior: Independent, what: str, found: Any, u: Tensor) -> Tensor:
+    """Refuse anything but one value per weight."""
+    if isinstance(found, Tensor) and found.shape == u.shape:
+        return found
+    came = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    raise OptionError(
+        f"{type(prior).__name__}.{what} returned {came} for u of shape {tuple(u.shape)}. Return one value per weight."
+    )
 
 
 def _checked(value: Tensor | float, name: str) -> Tensor:
