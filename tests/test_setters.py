@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
 
 from laplace import Laplace
-from laplace.errors import NotFittedError, OptionError, UnknownAttributeError
+from laplace.errors import NotFittedError, OptionError, UnknownAttributeError, UnsupportedError
 from laplace.inference import values as held
 from laplace.structures import STRUCTURES
-from networks import cut
+from networks import cut, make
 from zoo import build
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:\w+ keeps:laplace.errors.LaplaceWarning")
@@ -152,3 +153,20 @@ def test_attributes_of_ones_own_are_kept():
     la.run_name, la._private = "first", 1
     assert (la.history, la.run_name, la._private) == ([], "first", 1)
     assert copy.deepcopy(la).run_name == "first"
+
+
+@pytest.mark.parametrize("fit", [False, True])
+def test_an_option_cannot_be_set_later(fit):
+    model, x, y = make("mlp", "classification")
+    la = Laplace(model, "classification")
+    if fit:
+        la.fit(cut(x, y, 8))
+    may_be_set = {"prior_precision", "prior_mean", "prior", "sigma_noise", "temperature", "softmax_temperature"}
+    options = {*inspect.signature(Laplace).parameters} - may_be_set - {"enable_backprop"}
+    before = {name: getattr(la, name) for name in options if name != "backend"}
+    for name in options:
+        with pytest.raises(UnsupportedError, match=rf"^{name} is fixed. Write another Laplace\(..., {name}='full'\)"):
+            setattr(la, name, "full")
+    assert all(getattr(la, name) is value for name, value in before.items())
+    la.note = "mine"
+    la.note = "still mine"

@@ -7,6 +7,7 @@ method is a function of the room that it belongs to, and takes whatever has a `r
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from laplace.checkpoints import fitting
 from laplace.checkpoints import posteriors as files
 from laplace.checkpoints import state as states
-from laplace.checks import did_you_mean, flag
+from laplace.checks import did_you_mean, flag, shown
 from laplace.conformal import calls as conformalising
 from laplace.curvature import Estimator
-from laplace.errors import OptionError, UnknownAttributeError
+from laplace.errors import OptionError, UnknownAttributeError, UnsupportedError
 from laplace.inference import continual, drawing, inspection, options
 from laplace.inference import predict as predicting
 from laplace.inference import values as holding
@@ -316,9 +317,13 @@ class Laplace:
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Refuse a misspelt hyperparameter, which would be kept and change nothing."""
+            """Refuse options and misspelt hyperparameters, which would be kept and change nothing."""
             known = name in self.__dict__ or name in FURTHER or hasattr(type(self), name)
             made = "values" in self.__dict__  # the constructor may set what it likes
+            if made and name in _FIXED:
+                raise UnsupportedError(
+                    f"{name} is fixed. Write another Laplace(..., {name}={shown(value)}), and fit it."
+                )
             if not known and made and not name.startswith("_") and (hint := did_you_mean(name, _SET, 0.8)):
                 raise UnknownAttributeError(f"a Laplace object has no attribute {name!r}.{hint}")
             object.__setattr__(self, name, value)
@@ -338,3 +343,4 @@ class Laplace:
 
 
 _SET = [name for name, kind in vars(Laplace).items() if isinstance(kind, property) and kind.fset is not None]
+_FIXED = {*inspect.signature(Laplace).parameters} - {*_SET}

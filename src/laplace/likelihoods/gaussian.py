@@ -111,7 +111,7 @@ class Gaussian(Likelihood):
 
     def doubt_of_noise(self, sums: Sums, sigma: Tensor) -> str | None:
         """Doubt a noise that nobody has set, if the residuals of the training data are far from it."""
-        if not self.tunes_noise or float(sigma) != _START:
+        if not self.tunes_noise or float(sigma.detach()) != _START:
             return None
         residual = float((2 * sums["loss"] / sums["count"]).sqrt())
         if 1 / _FAR <= residual / _START <= _FAR:
