@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 
 from laplace import HessianStructure, Laplace, SubsetOfWeights
-from laplace.curvature import EF, GGN, Sketch
-from laplace.likelihoods import Categorical, Gaussian, Ordinal, from_log_prob
-from laplace.structures import GP, Diag, Inf, Kron, LowRank, Nystrom, Variational
+from laplace.curvature import CURVATURES, EF, GGN, Sketch
+from laplace.errors import UnsupportedError
+from laplace.likelihoods import LIKELIHOODS, Categorical, Gaussian, Ordinal, from_log_prob
+from laplace.structures import GP, STRUCTURES, Diag, Inf, Kron, LowRank, Nystrom, Variational
 from laplace.weights import All, LastLayer, Named, Subnetwork, Where
 
 X = torch.linspace(-2, 2, 48, dtype=torch.float64).reshape(12, 4).sin()
@@ -163,6 +165,29 @@ def test_every_argument_comes_back(case):
     assert not after.is_fitted
     require_same(la, after)
     require_same_evidence(la, after)
+
+
+@pytest.mark.parametrize("likelihood", [name for name in LIKELIHOODS if name != "ordinal"])  # which needs an object
+def test_every_combination_of_names_comes_back(likelihood):
+    model, made = network(1 if likelihood in ("binary", "reward_modeling") else 2), 0
+    choices = itertools.product([*STRUCTURES, "gp"], [None, *CURVATURES], ["last_layer", "all", "subnetwork"])
+    for structure, curvature, subset in choices:
+        indices = INDICES if subset == "subnetwork" else None
+        try:
+            la = Laplace(model, likelihood, subset, structure, curvature=curvature, subnetwork_indices=indices)
+        except UnsupportedError:
+            continue
+        twin, made = again(la), made + 1
+        require_same(la, twin)
+        assert (twin.hessian_structure, twin.subset_of_weights) == (structure, subset)
+        assert repr(twin) == repr(la)
+    assert made > 70
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, "gp"])
+def test_every_structure_comes_back_after_a_fit(structure):
+    la = Laplace(network(), "regression", "all", structure, sigma_noise=0.5)
+    require_same_evidence(la, again(fitted(la)))
 
 
 @pytest.mark.parametrize("case", CASES)
