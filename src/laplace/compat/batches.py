@@ -163,7 +163,7 @@ def training_indices(loader: DataLoader[Any]) -> Tensor:
         found = list(sampler.indices if isinstance(sampler, SubsetRandomSampler) else sampler)
     flat = [i for item in found for i in (item if isinstance(item, Sequence) else [item])]
     if not flat:
-        raise InputError("the loader visits no example.")
+        raise InputError("the loader visits no example; give at least one.")
     return torch.as_tensor(flat, dtype=torch.long)
 
 

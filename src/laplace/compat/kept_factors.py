@@ -67,7 +67,7 @@ def sums_of(fit: Fit, curvature: Tensor | Kron | KronDecomposed) -> Sums:
 def _undone(matrix: KronDecomposed) -> list[list[Tensor]]:
     """Return the factors whose eigendecompositions these are."""
     if matrix.deltas.any():
-        raise InputError("H is the curvature alone; this matrix has a prior precision added to it.")
+        raise InputError("H is the curvature alone; this matrix has a prior precision added to it. Give one like la.H.")
     pairs = zip(matrix.eigenvectors, matrix.eigenvalues, strict=True)
     return [[(q * v) @ q.mT for q, v in zip(qs, vs, strict=True)] for qs, vs in pairs]
 

@@ -109,7 +109,7 @@ def validate(
     if running:
         return float(loss.compute())  # pyright: ignore[reportFunctionMemberAccess]
     if not count:
-        raise InputError("val_loader has no batch.")
+        raise InputError("val_loader has no batch; give at least one.")
     return total / count
 
 

@@ -209,7 +209,7 @@ class Conformal:
                 sizes.append(members.sum(-1))
                 labels.append(target)
         if not hits:
-            raise InputError("the data to test on holds no example.")
+            raise InputError("the data to test on holds no example; give at least one.")
         covered, size = torch.cat(hits), torch.cat(sizes).double()
         own = torch.cat(labels) if self.class_conditional else None
         cells = cells_of(covered, own, self._counts(), level)

@@ -209,7 +209,7 @@ def _calibrated(
         found = of_all_ranks(Found(rule, kind, n_classes, kept, labels), reduce)
         rule, kind, n_classes, kept, labels = found.rule, found.kind, found.n_classes, found.kept, found.labels
     if rule is None or not sum(map(len, kept)):
-        raise InputError("the data to calibrate on holds no example.")
+        raise InputError("the data to calibrate on holds no example; give at least one.")
     scores = torch.cat(kept).cpu()
     if not scores.isfinite().all():
         raise InputError(

@@ -207,7 +207,7 @@ def _drawn(la: Source, pool: Any, n_samples: int, generator: torch.Generator | N
                 seen += p.shape[1]
                 yield torch.cat([1 - p, p], -1) if isinstance(la.likelihood, Bernoulli) else p
     if not seen:
-        raise InputError("the pool holds no example.")
+        raise InputError("the pool holds no example; give at least one.")
 
 
 def _probabilities(la: Source, pool: Any, n_samples: int, generator: torch.Generator | None) -> Tensor:  # (S, N, K)
@@ -273,7 +273,7 @@ def _rows(la: Source, x: Any, what: str) -> Tensor:
     if not isinstance(x, Tensor):
         raise InputError(f"the {what} of a regression is a {type(x).__name__}; a tensor of N inputs is needed.")
     if not len(x):
-        raise InputError(f"the {what} holds no example.")
+        raise InputError(f"the {what} holds no example; give at least one.")
     return x
 
 

@@ -50,4 +50,7 @@ def _require_own_mean(p: Any, n: int, name: str) -> None:
         came = tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__
         raise OptionError(f"the link in link_approx= returned {came}; one row per input, ({n}, K), is needed.")
     if not p.isfinite().all():
-        raise NumericalError("the link in link_approx= returned NaN or infinite values for a finite mean and variance.")
+        raise NumericalError(
+            "the link in link_approx= returned NaN or infinite values for a finite mean and variance. Correct its function, "
+            "or leave out link_approx=."
+        )

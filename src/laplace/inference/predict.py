@@ -251,7 +251,7 @@ def predict(
         if apart:
             parts, shape = parts_in_order(parts, shape, shard, marks, reduce)
         if not parts:
-            raise InputError("the loader to predict on gave no batch.")
+            raise InputError("the loader to predict on gave no batch; give at least one.")
         outputs = joined([outputs for outputs, _ in parts])
         if not len(outputs.mean):
             raise InputError("the inputs to predict on hold no example.")

@@ -99,7 +99,7 @@ def _held_out(source: Scalable, loader: Any) -> tuple[Outputs, Targets]:
             parts.append(outputs)
             labels.append(checked(outputs.mean, given, likelihood))
     if not parts or not sum(len(part.mean) for part in parts):
-        raise InputError("the data to calibrate with holds no example.")
+        raise InputError("the data to calibrate with holds no example; give at least one.")
     weighted = any(each.weights is not None for each in labels)
     each = [torch.ones(len(t.y), device=t.y.device) if t.weights is None else t.weights for t in labels]
     return joined(parts), Targets(torch.cat([t.y for t in labels]), torch.cat(each) if weighted else None)

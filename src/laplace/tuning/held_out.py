@@ -147,7 +147,7 @@ class HeldOut:
         reports = self.validation.reduce.agree(lambda: (targets, sums, kept or not targets, places))
         sums = [each for _, of_rank, *_ in reports for each in of_rank]
         if not sums:
-            raise InputError("val_loader gave no example on any rank.")
+            raise InputError("val_loader gave no example on any rank; give at least one.")
         whole = joined_targets([part for of_rank, *_ in reports for part in of_rank])
         self.data = {key: torch.stack([each[key] for each in sums]).sum(0) for key in sums[0]}
         self.targets, self.weights = whole.y, None if whole.weights is None else whole.weights.double()

@@ -192,5 +192,5 @@ def _collect(loader: Any, model: nn.Module, keys: Keys, room: int, what: str) ->
         if count >= room:
             break
     if not parts:
-        raise InputError(f"the {what} loader gave no batch.")
+        raise InputError(f"the {what} loader gave no batch; give at least one.")
     return parts

@@ -134,7 +134,7 @@ class Runs:
                 kept.clear()
             yield forward, targets
         if not held and self.needed:
-            raise InputError(f"the {self.what} loader gave no batch.")
+            raise InputError(f"the {self.what} loader gave no batch; give at least one.")
         self.kept = kept or None
 
 

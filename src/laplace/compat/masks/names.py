@@ -95,7 +95,7 @@ class LastLayerSubnetMask(SubnetMask):
             raise InputError("the last layer is found by running the network: write select(train_loader).")
         batch = next(iter(training_batches(train_loader, self.model, Keys(), False, "select")), None)
         if batch is None:
-            raise InputError("the training loader gave no example.")
+            raise InputError("the training loader gave no example; give at least one.")
         found = find_last_layer(
             self.model, Sharing().told_apart(batch.inputs, self.model).part(0, 1), self.last_layer_name, None
         )

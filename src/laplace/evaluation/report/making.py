@@ -270,7 +270,7 @@ class Maker:
             for batch in runner.batches(loader, self.bar, "training"):
                 identity.add(batch.inputs, batch.y, len(batch.y))
             if not identity.n:
-                raise InputError("the training loader has no example.")
+                raise InputError("the training loader has no example; give at least one.")
             most = min(_TRAINING, self.test.n)
             reading = self._reader().read(first_of(loader, most, self.la.frame.keys.y), "training", Shelves({}))
         except LaplaceError as error:
