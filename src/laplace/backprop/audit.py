@@ -115,8 +115,8 @@ def _audit(plan: Plan, replica: nn.Module, layout: Layout, inputs: Inputs) -> bo
             raise NotSeen(plan.lifted)
         if not f.requires_grad:
             raise ModelError(
-                "the network's output does not depend on any uncertain weight. Look for detach() or torch.no_grad() in its "
-                "forward, or choose other weights by subset_of_weights=."
+                "the network's output does not depend on any uncertain weight. Look for detach() or torch.no_grad() in "
+                "its forward, or choose other weights by subset_of_weights=."
             )
         if elsewhere := plan.read_elsewhere(f, recorded, recorder.leaves, inputs):
             plan.learned.refuse(plan.owners, elsewhere)  # even if it adds nothing for these examples

@@ -346,8 +346,8 @@ class Accumulator:
         f = forward.outputs
         if self.n_outputs not in (0, f.shape[1]):
             raise InputError(
-                f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before. It must "
-                "have the same number in every batch."
+                f"batch {batch.index}: the network has {f.shape[1]} outputs here and had {self.n_outputs} before. It "
+                "must have the same number in every batch."
             )
         return forward, targets, of
 

@@ -51,6 +51,6 @@ def _require_own_mean(p: Any, n: int, name: str) -> None:
         raise OptionError(f"the link in link_approx= returned {came}; one row per input, ({n}, K), is needed.")
     if not p.isfinite().all():
         raise NumericalError(
-            "the link in link_approx= returned NaN or infinite values for a finite mean and variance. Correct its function, "
-            "or leave out link_approx=."
+            "the link in link_approx= returned NaN or infinite values for a finite mean and variance. Correct its "
+            "function, or leave out link_approx=."
         )

@@ -119,7 +119,7 @@ class Search:
             kinds = [f"{self.space.described(set_)} {self._shown(candidates[bad[0]][set_])}" for set_ in self.tied]
             raise NumericalError(
                 f"the validation score is NaN or infinite at {', '.join(kinds)} ({len(bad)} of {len(values)} points); "
-                "nothing changed."
+                "nothing changed. Look for infinite outputs or labels in val_loader."
             )
 
     def move(self, index: Sequence[int], values: Tensor) -> list[float]:
