@@ -117,6 +117,12 @@ def test_every_public_member_is_described_and_on_a_page(path):
     assert not missing, f"without a docstring, or not in docs/api: write `::: {missing[0]}` there"
 
 
+def test_no_name_is_shown_twice():
+    shown = [path for path, _ in directives()]
+    assert len(shown) > 100
+    assert sorted(shown) == sorted(set(shown))
+
+
 def test_every_argument_of_a_public_call_is_described():
     calls = {name: PUBLIC[name] for name in NAMES if inspect.isfunction(PUBLIC[name])}
     calls |= {name: PUBLIC[name] for name in NAMES if name in CLASSES and "__init__" in vars(CLASSES[name])}
