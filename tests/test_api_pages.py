@@ -136,6 +136,12 @@ def test_what_the_docs_import_is_public():
     assert [name for name, thing in things.items() if not any(thing is other for other in shown)] == []
 
 
+def test_no_name_is_shown_twice():
+    shown = [path for path, _ in directives()]
+    assert len(shown) > 100
+    assert sorted(shown) == sorted(set(shown))
+
+
 def test_every_argument_of_a_public_call_is_described():
     calls = {name: PUBLIC[name] for name in NAMES if inspect.isfunction(PUBLIC[name])}
     calls |= {name: PUBLIC[name] for name in NAMES if name in CLASSES and "__init__" in vars(CLASSES[name])}
