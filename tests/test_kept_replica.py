@@ -98,7 +98,7 @@ def test_one_replica_serves_many_predictions(made, weights):
     made.clear()
     first = la(x)
     for n in (1, 5, N):
-        assert torch.equal(la(x[:n]), first[:n])
+        torch.testing.assert_close(la(x[:n]), first[:n])  # other sums of other sizes: not to the last bit
         la.predict(x[:n])
         la.functional_samples(x[:n], n_samples=2)
     assert len(made) == 1
