@@ -143,9 +143,27 @@ def test_members_may_be_rivals_and_mixtures():
     close(type(flat).cat([flat[:2], flat[2:]]).mean, flat.mean)
 
 
+def test_the_noise_of_a_mixture_may_be_set_to_one_positive_number():
+    mixture = Mixture(fitted("regression"))
+    mixture.sigma_noise = 0.3
+    close(mixture.predict(NEW).aleatoric, torch.full((6, 2), 0.09).double(), 1e-6)
+    for wrong in (-1.0, 0.0, float("nan"), None, "loud", [1.0, -2.0]):
+        with pytest.raises(OptionError, match="sigma_noise"):
+            mixture.sigma_noise = wrong
+    with pytest.raises(OptionError, match="relative to each other is that of the members"):
+        mixture.sigma_noise = [1.0, 2.0]
+    close(mixture.sigma_noise, torch.tensor(0.3).double(), 1e-6)
+    members = fitted("regression", sigma_noise=[0.2, 0.4])
+    mixture = Mixture(members)
+    mixture.sigma_noise = [0.6, 1.2]  # the members' relation, on another level
+    close(mixture.predict(NEW).aleatoric, torch.tensor([[0.36, 1.44]]).double().expand(6, 2), 1e-6)
+
+
 def test_wrong_use_is_refused():
     with pytest.raises(OptionError, match="an empty list"):
         Mixture([])
+    with pytest.raises(OptionError, match=r"members is one Laplace; write Mixture"):
+        Mixture(fitted("regression")[0])
     with pytest.raises(OptionError, match="members is Linear"):
         Mixture([nn.Linear(2, 2)])
     with pytest.raises(OptionError, match="classification, regression"):

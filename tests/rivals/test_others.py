@@ -146,6 +146,49 @@ def test_a_network_without_dropout_is_refused():
         MCDropout(dropped(0.0), "classification")
 
 
+class Encoded(nn.Module):
+    """A transformer of torch, whose eval mode has a fused kernel without the dropout layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+def test_dropout_stays_on_in_a_transformer():
+    torch.manual_seed(0)
+    source, x = MCDropout(Encoded(), "classification", 20), torch.randn(6, 4, 8)
+    whole = source.predict(x)
+    assert float(whole.epistemic.min()) > 1e-3
+    torch.testing.assert_close(source.predict(x[2:4]).mean, whole.mean[2:4])  # attention's own dropout stays off
+    assert all(module.training for module in source.model.modules())
+
+
+def test_dropout_layers_that_are_never_called_are_refused():
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.head = nn.Dropout(0.5), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    with pytest.raises(ModelError, match="no dropout layer of the network was called"):
+        MCDropout(Unused(), "classification").predict(X.float())
+
+
+@pytest.mark.parametrize("rival", [MCDropout, SWAG])
+def test_what_is_no_network_is_refused(rival):
+    la = Laplace(dropped(), "classification").fit(BATCHES)
+    with pytest.raises(OptionError, match=r"model is a Laplace; .* Write model=la.model."):
+        rival(la, "classification")
+    with pytest.raises(OptionError, match=r"model is a str; a torch.nn.Module is needed.$"):
+        rival("net", "classification")
+
+
 # ---- SWAG
 
 

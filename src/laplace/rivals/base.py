@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from laplace.budget import Budget
 from laplace.checks import one_positive, positive
-from laplace.errors import warn
+from laplace.errors import OptionError, warn
 from laplace.inference import drawing
 from laplace.inference import predict as predicting
 from laplace.inference.source import Answer, Frame, Part
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.network.batches import device_of
 from laplace.network.inputs import Inputs, Keys
+from laplace.network.replica import require_values
 from laplace.predictive.positions import class_dim_of
 from laplace.predictive.queries import Query
 from laplace.rivals.rescaling import Rescaled as Rescaled
@@ -43,6 +44,20 @@ class Options:
         found = likelihood_named(likelihood)
         keys = Keys(dict_key_x, dict_key_y, found.further, found.pairs)
         return cls(found, Frame(keys, class_dim_of(class_dim), Budget(budget)))
+
+
+def network_of(model: Any) -> nn.Module:
+    """Return a network that a rival can run. Refuse what is none, and one without values.
+
+    Raises:
+        OptionError: it is no `torch.nn.Module`.
+        ModelError: its tensors have no values.
+    """
+    if not isinstance(model, nn.Module):
+        instead = " Write model=la.model." if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise OptionError(f"model is a {type(model).__name__}; a torch.nn.Module is needed.{instead}")
+    require_values(model)
+    return model
 
 
 class Rival(ABC):

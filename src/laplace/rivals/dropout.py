@@ -17,8 +17,8 @@ from laplace.checks import how_many, whole_number
 from laplace.errors import ModelError
 from laplace.likelihoods import Likelihood
 from laplace.network.inputs import Inputs
-from laplace.network.replica import replicate, require_values
-from laplace.rivals.base import Options
+from laplace.network.replica import replicate
+from laplace.rivals.base import Options, network_of
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.members import Members
 from laplace.spec import checked_before
@@ -29,7 +29,9 @@ _ALPHA = -1.7580993408473766  # what alpha dropout sets units to: minus the prod
 class MCDropout(Members):
     """Averages one network that was trained with dropout over dropout masks.
 
-    Everything but the dropout layers (`nn.Dropout`, `nn.Dropout2d`, `nn.AlphaDropout`, ...) runs in eval mode.
+    Everything but the dropout layers (`nn.Dropout`, `nn.Dropout2d`, `nn.AlphaDropout`, ...) runs in eval mode. Dropout
+    that is no layer of its own stays off: that of attention weights, and that between the layers of an `nn.LSTM`. The
+    first dimension of what a dropout layer sees must be that of the examples.
 
     Args:
         model: a network trained with dropout layers; it is never changed.
@@ -48,7 +50,7 @@ class MCDropout(Members):
         seed: the seed of the masks.
 
     Raises:
-        ModelError: the network has no dropout layer with p > 0.
+        ModelError: the network has no dropout layer with p > 0, or none that its `forward` calls.
         OptionError: an option is out of range.
     """
 
@@ -66,13 +68,13 @@ class MCDropout(Members):
         class_dim: int | None = -1,
         memory_budget: int | None = None,
     ) -> None:
-        require_values(model)
-        if not _dropout_layers(model):
+        self._model = network_of(model)
+        if not _dropout_layers(self._model):
             raise ModelError(
                 "the network has no dropout layer with p > 0. Dropout as a function is not found: write nn.Dropout "
                 "modules, and train with them."
             )
-        self._model, self.seed = model, whole_number(seed, "seed", 0)
+        self.seed = whole_number(seed, "seed", 0)
         self.n_samples = whole_number(n_samples, "n_samples", 2)
         options = Options.of(likelihood, dict_key_x, dict_key_y, class_dim, memory_budget)
         super().__init__(options, weights_of(None, self.n_samples), sigma_noise, softmax_temperature)
@@ -86,12 +88,21 @@ class MCDropout(Members):
         return self._model
 
     def _call(self, member: int, inputs: Inputs) -> Tensor:
-        replica = replicate(self._model)
+        replica, masks = replicate(self._model), list[Mask]()
         for number, (_, layer) in enumerate(_dropout_layers(replica)):
-            mask = Mask(layer, (self.seed, member, number))
-            layer.forward = partial(mask)  # of the replica, which nobody else has
+            masks.append(Mask(layer, (self.seed, member, number)))
+            layer.forward = partial(masks[-1])  # of the replica, which nobody else has
+        for module in replica.modules():
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.training = True  # not its parts: in eval mode its fused kernel leaves out the dropout layers
         with torch.inference_mode(False), torch.no_grad():
-            return inputs.map(torch.clone).call(replica)
+            f = inputs.map(torch.clone).call(replica)
+        if not any(mask.calls for mask in masks):
+            raise ModelError(
+                "no dropout layer of the network was called, so all masks give the same prediction. Call the layers in "
+                "forward(), or take another rival: Ensemble, SWAG."
+            )
+        return f
 
     def __repr__(self) -> str:
         return f"MCDropout with {how_many(self.n_samples, 'mask')}, {self.likelihood.described}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from laplace.checks import positive, shown
 from laplace.errors import InputError, OptionError
 from laplace.inference.source import Answer, Frame, Part, Source, scaled_outputs
 from laplace.network.inputs import Inputs
@@ -60,6 +61,8 @@ class Mixture(Rival):
         *,
         softmax_temperature: float = 1.0,
     ) -> None:
+        if hasattr(members, "outputs"):
+            raise OptionError(f"members is one {type(members).__name__}; write Mixture([...]) with a list of them.")
         self.members = list(members)
         if not self.members or not all(hasattr(member, "outputs") for member in self.members):
             came = ", ".join(sorted({type(member).__name__ for member in self.members})) or "an empty list"
@@ -108,7 +111,13 @@ class Mixture(Rival):
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        _, self._noise = self.likelihood.with_noise(torch.as_tensor(value).detach().double())
+        found, level = self.likelihood.with_noise(positive(value, "sigma_noise").detach().double())
+        if found.described != self.likelihood.described:
+            raise OptionError(
+                f"sigma_noise={shown(value)}: the noise of the outputs relative to each other is that of the members. "
+                "Give one number, which scales all of them."
+            )
+        self._noise = level
 
     def outputs(self, inputs: Inputs, need: Query, answer: Answer | None = None) -> Iterator[Part]:
         """Yield the distribution of the outputs, as one part.

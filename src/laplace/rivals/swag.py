@@ -23,8 +23,8 @@ from laplace.linalg.autocast import plainly
 from laplace.network.batches import training_batches
 from laplace.network.inputs import Inputs
 from laplace.network.loaders import dataloader_of
-from laplace.network.replica import replicate, require_values
-from laplace.rivals.base import Options
+from laplace.network.replica import replicate
+from laplace.rivals.base import Options, network_of
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.iterates import Moments, flat, iterates
 from laplace.rivals.members import Members
@@ -63,7 +63,7 @@ class SWAG(Members):
         rank: how many deviations are kept.
         n_samples: how many networks are drawn.
         scale: factor of the standard deviation.
-        seed: the seed of the masks.
+        seed: what the weights are drawn by.
 
     Raises:
         OptionError: an option is out of range.
@@ -85,8 +85,7 @@ class SWAG(Members):
         class_dim: int | None = -1,
         memory_budget: int | None = None,
     ) -> None:
-        require_values(model)
-        self._model, self.rank = model, whole_number(rank, "rank", 0)
+        self._model, self.rank = network_of(model), whole_number(rank, "rank", 0)
         if self.rank == 1:
             raise OptionError(
                 "rank=1 is not allowed: a low-rank covariance needs two deviations. Write rank=2 or more, or rank=0 "
