@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import platform
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import torch
 from experiments.data import arrays
+from experiments.rows import replace
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -174,9 +177,10 @@ class Results:
 
     def save(self) -> None:
         spent = sum(row["cpu_seconds"] for rows in self.methods.values() for row in rows)
-        whole = {"settings": self.settings, "paper_after_ten_tasks": PAPER, "cpu_seconds": round(spent, 1)}
-        whole |= {"methods": self.methods}
-        self.path.write_text(json.dumps(whole, indent=1) + "\n")
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, one thread, torch {torch.__version__}"
+        whole = {"settings": self.settings, "machine": machine, "paper_after_ten_tasks": PAPER}
+        whole |= {"cpu_seconds": round(spent, 1), "methods": self.methods}
+        replace(self.path, json.dumps(whole, indent=1) + "\n")
 
     def table(self) -> str:
         methods = [m for m in METHODS if self.methods.get(m)]
@@ -201,7 +205,8 @@ class Results:
         figure.savefig(self.path.with_suffix(".png"), dpi=150)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Run the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder with mnist.npz; else the environment variable LAPLACE_DATA")
     parser.add_argument("--quick", action="store_true", help="fewer tasks and examples: five minutes on one thread")
@@ -209,7 +214,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="of each task; 25 unless said")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where the JSON and the figure go")
     parser.add_argument("--cache", type=Path, default=HERE / "state", help="where the networks of each method are kept")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # CPU seconds are those of one core
     settings = QUICK if args.quick else Settings()
     if args.epochs is not None:
         settings = Settings(**asdict(settings) | {"epochs": args.epochs})

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file at once: a run that is stopped leaves the old one or the new one, never a part."""
+    unfinished = path.with_suffix(f"{path.suffix}.unfinished")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
 
 
 class Rows:
@@ -30,7 +38,8 @@ class Rows:
             self.rows[name] = make()
             spent = time.process_time() - self.begun
             known = {} if self.before is None else {"cpu_seconds": round(self.before + spent, 1)}
-            self.path.write_text(json.dumps({"settings": self.settings, **known, "rows": self.rows}, indent=1) + "\n")
+            whole = {"settings": self.settings, **known, "rows": self.rows}
+            replace(self.path, json.dumps(whole, indent=1) + "\n")
             print(name, {k: round(v, 3) if isinstance(v, float) else v for k, v in self.rows[name].items()}, flush=True)
         return self.rows[name]
 

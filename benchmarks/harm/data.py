@@ -55,7 +55,7 @@ class Folder:
     def _file(self, name: str) -> Path:
         path = self.path / name
         if not path.exists():
-            sys.exit(f"There is no {path}. Give the folder that holds {name} as --data DIR, or choose other --tasks.")
+            sys.exit(f"There is no {path}. Give the folder that holds {name} as --data DIR.")
         return path
 
 

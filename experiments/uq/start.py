@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.harm.data import Folder
+from experiments.rows import replace
 from experiments.uq.cache import Cache
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -80,6 +81,8 @@ def started(
 class Rows:
     """Results under their names, written as they are found: what is there is not computed again.
 
+    Other settings begin a new file.
+
     The CPU seconds of all runs that added rows are written beside them; not where rows were found without.
     """
 
@@ -96,7 +99,7 @@ class Rows:
             self.rows[name] = make()
             machine = f"{platform.machine()}, {os.cpu_count()} cores, one thread, torch {torch.__version__}"
             whole = {"settings": self.settings, "machine": machine, **self._spent(), "rows": self.rows}
-            self.path.write_text(json.dumps(whole, indent=1) + "\n")
+            replace(self.path, json.dumps(whole, indent=1) + "\n")
             print(name, flush=True)
         return self.rows[name]
 

@@ -27,7 +27,7 @@ from laplace.rivals import Ensemble, Mixture
 SINGLE = ("MAP", "temperature", *POSTERIORS)
 TOGETHER = ("ensemble", "ensemble temperature", *(f"mixture of {name}" for name in POSTERIORS))
 NAMES = (*(f"{name}/{layers}" for name in SINGLE for layers in LAYERS), *TOGETHER)
-WHOLE = (*SINGLE, *whole.TUNED, "SWAG")
+WHOLE = (*SINGLE, *whole.TUNED, *whole.WALKED)
 
 
 def main(arguments: list[str] | None = None) -> None:

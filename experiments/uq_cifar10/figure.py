@@ -11,6 +11,7 @@ STYLES = {  # Laplace's lines are solid
     "temperature": ("#999999", "--"),
     "ensemble": ("#7570b3", "--"),
     "SWAG": ("#66c2e8", ":"),
+    "SWAG temperature": ("#e7298a", ":"),
     "LA": ("#1b9e77", "-"),
     "LA calibrated": ("#66a61e", "-"),
     "LA paper": ("#e6ab02", "-"),

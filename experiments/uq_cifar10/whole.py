@@ -16,7 +16,7 @@ import torch
 from benchmarks.harm.data import Folder
 from benchmarks.harm.networks import ResNet, trained_resnet
 from experiments.uq.cache import Cache
-from experiments.uq.methods import Method, posteriors, rescaled, single
+from experiments.uq.methods import POSTERIORS, Method, posteriors, rescaled, single
 from experiments.uq.shuffled import Shuffled
 from experiments.uq_cifar10.data import CORRUPTED, UNKNOWN, Images, chosen, read
 from experiments.uq_cifar10.features import images, labels
@@ -27,6 +27,7 @@ from laplace.rivals import SWAG
 
 LAYERS = 20
 BATCH = 100
+WALKED = ("SWAG", "SWAG temperature")
 TUNED = {"LA all weights evidence": "evidence", "LA all weights": "auto", "LA all weights calibrated": "calibrate"}
 Labelled = tuple[Tensor, Tensor]
 
@@ -39,7 +40,7 @@ class Sizes:
     corrupted: int = 200  # of each severity
     outside: int = 300
     fitted: int = 10_000  # training images that posteriors of all weights are fitted to
-    validation: int = 500  # for posteriors of all weights
+    validation: int = 500  # for posteriors of all weights and for SWAG
     iterates: int = 20  # of SWAG
     between: int = 1250  # images between two of them
     renewed: int = 1000  # images for the statistics of BatchNorm
@@ -69,20 +70,30 @@ def methods(
     folder: Folder, cache: Cache, sizes: Sizes, n: int | None, done: Container[str]
 ) -> Iterator[tuple[Method, Images | Pixels]]:
     """Yield the methods of the last layer, then those of all weights that are not done, with what they read."""
-    seen = read(folder, cache, n, (LAYERS,), sizes.part)
-    yield single(seen.networks[0]), seen
-    yield rescaled("temperature", seen.networks, seen.validation), seen
-    for method in posteriors(seen.networks[0], seen.train, seen.validation):
-        yield method, seen
+    if not all(name in done for name in ("MAP", "temperature", *POSTERIORS)):
+        seen = read(folder, cache, n, (LAYERS,), sizes.part)
+        yield single(seen.networks[0]), seen
+        yield rescaled("temperature", seen.networks, seen.validation), seen
+        for method in posteriors(seen.networks[0], seen.train, seen.validation):
+            yield method, seen
     pixels = _pixels(folder, sizes, n)
-    for method in _all_weights(pixels, sizes, done):
+    for method in (*_all_weights(pixels, sizes, done), *_swag(pixels, sizes, done)):
         yield method, pixels
-    if "SWAG" in done:
+
+
+def _swag(pixels: Pixels, sizes: Sizes, done: Container[str]) -> Iterator[Method]:
+    """Yield SWAG from the trained weights, and the same with one temperature by validation images."""
+    if all(name in done for name in WALKED):
         return
-    begun, swag = time.process_time(), SWAG(pixels.network, "classification", sizes.iterates, sizes.draws)
+    start, swag = time.process_time(), SWAG(pixels.network, "classification", sizes.iterates, sizes.draws)
     swag.run(Shuffled(pixels.train, sizes.between, 0, BATCH), n_iterates=sizes.iterates, lr=0.01)
     swag.draw(list(Shuffled(pixels.train, sizes.renewed, 0, BATCH)))
-    yield Method("SWAG", swag, None, time.process_time() - begun), pixels
+    walked = time.process_time() - start
+    yield Method("SWAG", swag, None, walked)
+    start, scaled = time.process_time(), copy.copy(swag)
+    found = scaled.calibrate(tuple(t[: sizes.validation] for t in pixels.validation))
+    seconds = walked + time.process_time() - start
+    yield Method("SWAG temperature", scaled, None, seconds, {"softmax_temperature": found.softmax_temperature})
 
 
 def _all_weights(pixels: Pixels, sizes: Sizes, done: Container[str]) -> Iterator[Method]:

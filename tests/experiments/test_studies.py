@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,14 @@ def test_a_study_of_uncertainty_runs_at_toy_size_and_goes_on_where_it_was(tmp_pa
     assert {"MAP", "temperature", "LA", "mixture of LA"} <= {name.split("/")[0] for name in found}
     if study == "uq_cifar10":
         whole = json.loads((tmp_path / "out" / "uq-cifar10-whole-quick.json").read_text())["rows"]
-        assert {"MAP", "LA all weights", "LA all weights evidence", "LA all weights calibrated", "SWAG"} <= set(whole)
+        assert {
+            "MAP",
+            "LA all weights",
+            "LA all weights evidence",
+            "LA all weights calibrated",
+            "SWAG",
+            "SWAG temperature",
+        } <= set(whole)
         found |= whole
         ended = run("uq_cifar10.why", *flags(tmp_path))
         assert ended.returncode == 0, ended.stderr
@@ -161,7 +169,9 @@ def test_configurations_are_tried_at_toy_size(tmp_path):
 @pytest.mark.slow
 def test_structures_are_trained_at_toy_size(tmp_path):
     found = rows_of(tmp_path, "structures_fmnist")
-    assert set(found) == {f"{name}/0" for name in ("MAP", "diag", "kron", "ekfac", "block", "full")}
+    assert set(found) == {
+        f"{name}/0" for name in ("MAP", "MAP, best temperature", "diag", "kron", "ekfac", "block", "full")
+    }
     assert all(row["log_likelihood"] < 0 and 0 <= row["auroc"] <= 1 for row in found.values())
 
 
@@ -344,13 +354,78 @@ def test_claims_are_judged_by_the_numbers_beside_them():
     assert text.count("| yes | 0.9100 against 0.9000 |") == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("study", [study for study in STUDIES if study != "three_steps"])
-def test_a_missing_folder_is_named(tmp_path, study):
-    nothing = run(study)
-    assert nothing.returncode == 1
-    assert "This study needs real data. Say where it is with --data FOLDER or LAPLACE_DATA=FOLDER" in nothing.stderr
-    gone = run(study, "--data", str(tmp_path / "gone"))
-    assert f"There is no folder {tmp_path / 'gone'}" in gone.stderr
-    empty = run(study, "--data", str(tmp_path), "--cache", str(tmp_path / "cache"), "--results", str(tmp_path))
-    assert "There is no" in empty.stderr
+@pytest.mark.parametrize("study", [study for study in module("experiments.quick").STUDIES if study != "three_steps"])
+def test_a_missing_folder_or_file_is_named(tmp_path, monkeypatch, study):
+    """Every study that reads data; `three_steps` reads none."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.delenv("LAPLACE_DATA", raising=False)
+    name = f"experiments.{study}" if study == "continual" else f"experiments.{study}.__main__"
+    main, own = module(name).main, ["--cache", str(tmp_path / "c"), "--results", str(tmp_path / "r")]
+
+    def said(*flags: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*flags, *own])
+        return str(ended.value)
+
+    threads = torch.get_num_threads()
+    try:
+        assert re.search("needs real data.* --data FOLDER or LAPLACE_DATA=FOLDER", said())
+        assert str(tmp_path / "gone") in said("--data", str(tmp_path / "gone"))
+        empty = said("--data", str(tmp_path))
+        assert re.match(f"There is no {tmp_path}/.*(npz|safetensors)", empty)
+        assert not list(tmp_path.glob("r/*.json"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_study_that_was_stopped_goes_on_after_the_last_row(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    study, made = module("experiments.selection.__main__"), []
+    tables(tmp_path)
+
+    def measured(*kind: object) -> dict[str, float]:
+        if len(made) == 5:
+            raise KeyboardInterrupt
+        made.append(kind[1:])
+        keys = ("evidence_all", "evidence_last_layer", "log_likelihood_all", "log_likelihood_last_layer")
+        return dict.fromkeys((*keys, "log_likelihood"), float(len(made)))
+
+    monkeypatch.setattr(study, "measured", measured)
+    threads, results = torch.get_num_threads(), tmp_path / "out" / "selection-quick.json"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            study.main(flags(tmp_path))
+        first = json.loads(results.read_text())["rows"]
+        assert len(first) == 5
+        made.append("went on")
+        study.main(flags(tmp_path))
+    finally:
+        torch.set_num_threads(threads)
+    whole = json.loads(results.read_text())["rows"]
+    assert dict(list(whole.items())[:5]) == first
+    assert len(whole) == len(made) - 1 == 16
+    assert len(set(made)) == len(made)  # nothing was measured twice
+
+
+@pytest.mark.parametrize("name", ["experiments.uq.start", "experiments.rows"])
+def test_results_are_whole_if_a_run_is_stopped_while_it_writes(tmp_path, monkeypatch, name):
+    rows = module(name).Rows
+    monkeypatch.setattr(module("experiments.rows"), "RESULTS", tmp_path)
+    file = tmp_path / "toy.json"
+    where = file if name.endswith("start") else "toy"
+    rows(where, {"n": 1}).get("a", lambda: {"x": 1.0})
+    before = file.read_text()
+
+    def stopped(path: Path, text: str) -> None:
+        path.open("w").write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        rows(where, {"n": 1}).get("b", lambda: {"x": 2.0})
+    assert file.read_text() == before
+    monkeypatch.undo()
+    monkeypatch.setattr(module("experiments.rows"), "RESULTS", tmp_path)
+    again = rows(where, {"n": 1})
+    again.get("b", lambda: {"x": 2.0})
+    assert set(json.loads(file.read_text())["rows"]) == {"a", "b"}
