@@ -22,8 +22,8 @@ from experiments.uq.scores import averaged
 
 from experiments import paper
 
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "results.md"
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 FIGURES = PAGE.parent / "figures"
 STEPS = {  # what `three_steps` measures
     "share_of_path": "share of the path's variance along each axis of the plane",
@@ -38,22 +38,33 @@ Beside = Mapping[str, tuple[float, ...]]
 
 
 def main() -> None:
-    """Write the page."""
-    page, files = PAGE.read_text(), {name: HERE / "results" / f"{name}.json" for name in PLACES}
+    """Write the page, and copy the figures to it."""
+    for name in PLACES:
+        figure = RESULTS / f"{name}.png"
+        if figure.exists():
+            shutil.copy(figure, _beside(name))
+    PAGE.write_text(written(PAGE.read_text()))
+
+
+def written(page: str) -> str:
+    """Return the page with the tables of the results in their places."""
+    files = {name: RESULTS / f"{name}.json" for name in PLACES}
     results = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
     for name, fill in PLACES.items():
         text = fill(results[name]) if name in results else "Not measured yet."
         text = f"{note(files[name])}\n\n{text}" if name in results else text
-        figure = files[name].with_suffix(".png")
-        if figure.exists():
-            shutil.copy(figure, FIGURES / f"{name.replace('-', '_')}.png")
-            text = f"![{name}](figures/{name.replace('-', '_')}.png)\n\n{text}"
+        if (RESULTS / f"{name}.png").exists():
+            text = f"![{name}](figures/{_beside(name).name})\n\n{text}"
         page = filled(page, name, text)
     studies = {name: by_method(results[name]) for name in ("uq-mnist", "uq-cifar10") if name in results}
     page = filled(page, "claims", verdicts(studies, results["cost"]["rows"] if "cost" in results else None))
-    if (HERE / "results" / "quick.json").exists():
-        page = filled(page, "spent", cpu_seconds(HERE / "results"))
-    PAGE.write_text(page)
+    if (RESULTS / "quick.json").exists():
+        page = filled(page, "spent", cpu_seconds(RESULTS))
+    return page
+
+
+def _beside(name: str) -> Path:
+    return FIGURES / f"{name.replace('-', '_')}.png"
 
 
 def filled(page: str, name: str, text: str) -> str:
