@@ -93,30 +93,42 @@ def shifted(table: dict[str, dict], score: str, beside: Beside, every: int = 1) 
     return markdown([title, *sets[::every], "mean of shifted", *(["paper"] if beside else [])], lines)
 
 
-def outside(table: dict[str, dict], aurocs: Beside, confidences: Beside) -> str:
-    """Return AUROC by three scores and the mean confidence on unknown images, and the paper's."""
-    sets = list(next(iter(table.values()))["ood"])
-    parts = []
-    for score in ("confidence", "epistemic", "entropy", "mean_confidence"):
-        beside = {"confidence": aurocs, "mean_confidence": confidences}.get(score, {})
-        lines = []
-        for name, row in table.items():
-            values = [row["ood"][s].get(score) for s in sets]
-            mean = "-" if None in values else f"{sum(values) / len(values):.3f}"
-            of_paper = " ".join(f"{v:.3f}" for v in beside.get(name, ())) or "-"
-            cells = ["-" if v is None else f"{v:.3f}" for v in values]
-            lines.append([name, *cells, mean, *([of_paper] if beside else [])])
-        title = "Mean confidence" if score == "mean_confidence" else f"AUROC by {score}"
-        parts.append(markdown([title, *sets, "mean", *(["paper"] if beside else [])], lines))
-    return "\n\n".join(parts)
+def outside(table: dict[str, dict], score: str, beside: Beside) -> str:
+    """Return AUROC by a score, or the mean confidence, on unknown images, its mean over them, and the paper's."""
+    sets, lines = list(next(iter(table.values()))["ood"]), []
+    for name, row in table.items():
+        values = [row["ood"][s].get(score) for s in sets]
+        mean = "-" if None in values else f"{sum(values) / len(values):.3f}"
+        of_paper = " ".join(f"{v:.3f}" for v in beside.get(name, ())) or "-"
+        cells = ["-" if v is None else f"{v:.3f}" for v in values]
+        lines.append([name, *cells, mean, *([of_paper] if beside else [])])
+    title = "Mean confidence" if score == "mean_confidence" else f"AUROC by {score}"
+    return markdown([title, *sets, "mean", *(["paper"] if beside else [])], lines)
+
+
+def uncertainty(table: dict[str, dict], beside: Mapping[str, Beside], every: int = 1, further: str = "") -> str:
+    """Return the tables of a study of uncertainty. All but NLL and two AUROCs are folded, with what is `further`."""
+    known = {
+        score: shifted(table, score, beside.get(score, {}), every) for score in ("nll", "ece", "brier", "accuracy")
+    }
+    scores = ("confidence", "epistemic", "entropy", "mean_confidence")
+    unknown = {score: outside(table, score, beside.get(score, {})) for score in scores}
+    shown = [known.pop("nll"), unknown.pop("confidence"), unknown.pop("epistemic")]
+    hidden = [*known.values(), *unknown.values(), *([further] if further else [])]
+    names = "ECE, Brier score, accuracy, AUROC by entropy, mean confidence"
+    return "\n\n".join([*shown, folded(f"{names}, CPU seconds" if further else names, *hidden)])
+
+
+def folded(names: str, *texts: str) -> str:
+    """Return texts that are shown when their names are clicked."""
+    return "\n\n".join([f'<details markdown="1">\n<summary>{names}</summary>', *texts, "</details>"])
 
 
 def cifar(found: dict) -> str:
     """Return the tables of `uq_cifar10`."""
-    table = by_method(found)
     beside = {"nll": paper.CIFAR_C_NLL, "accuracy": paper.CIFAR_ACCURACY}
-    parts = [shifted(table, score, beside.get(score, {})) for score in ("nll", "ece", "brier", "accuracy")]
-    return "\n\n".join([*parts, outside(table, paper.CIFAR_AUROC, paper.CIFAR_CONFIDENCE)])
+    beside |= {"confidence": paper.CIFAR_AUROC, "mean_confidence": paper.CIFAR_CONFIDENCE}
+    return uncertainty(by_method(found), beside)
 
 
 def why(found: dict) -> str:
@@ -130,10 +142,9 @@ def why(found: dict) -> str:
 
 def mnist(found: dict) -> str:
     """Return the tables of `uq_mnist`."""
-    table = by_method(found)
     beside = {"nll": paper.MNIST_NLL, "accuracy": paper.MNIST_ACCURACY}
-    parts = [shifted(table, score, beside.get(score, {}), 2) for score in ("nll", "ece", "brier", "accuracy")]
-    return "\n\n".join([*parts, outside(table, paper.MNIST_AUROC, paper.MNIST_CONFIDENCE), spent(found)])
+    beside |= {"confidence": paper.MNIST_AUROC, "mean_confidence": paper.MNIST_CONFIDENCE}
+    return uncertainty(by_method(found), beside, 2, spent(found))
 
 
 def spent(found: dict) -> str:

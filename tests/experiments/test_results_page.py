@@ -112,15 +112,15 @@ def answer() -> list[str]:
     return [
         f"under every shift but one (digits rotated by 15 degrees, {q(worse[0], 4)} worse)",
         f"classifiers on unshifted data between {q(c['MAP'][0] - c['LA'][0], 2)} better",
-        f"by confidence level on CIFAR-10, MNIST and queries, {q(gain['confidence'], 2)} better on "
+        f"by confidence: level on CIFAR-10, MNIST and queries, {q(gain['confidence'], 2)} better on "
         "Fashion-MNIST. By the "
-        f"epistemic part {q(gain['epistemic'], 2)} better on Fashion-MNIST "
+        f"epistemic part: {q(gain['epistemic'], 2)} better on Fashion-MNIST "
         f"({q(fashion[default]['auroc_epistemic'], 3)}), "
         f"worse on MNIST ({q(auroc(MNIST, 'LA', 'epistemic'), 3)} against {q(auroc(MNIST, 'MAP'), 3)}) and on queries "
         f"({q(queries('LA', 'epistemic'), 3)} against {q(queries('MAP', 'entropy'), 3)})",
         f"training {q(cost('resnet20', 'LA', 'training'), 3)}, prediction {q(cost('resnet20', 'LA', 'mean'), 2)} times "
         f"(ResNet-20); {q(cost('lenet', 'LA', 'training'), 2)} and {q(cost('lenet', 'LA', 'mean'), 2)} times (LeNet",
-        f"rotated digits {q(m['LA calibrated'][1] - m['temperature'][1], 2)} worse",
+        f"{q(m['LA calibrated'][1] - m['temperature'][1], 2)} worse on rotated digits",
         f"far behind on CIFAR-10 ({q(c['LA'][1], 2)} against {q(c['temperature'][1], 2)}) and on products "
         f"({q(moved(films, 'LA'), 2)} against {q(moved(films, 'temperature'), 2)}), better on rotated digits "
         f"({q(m['LA'][1], 2)} against {q(m['temperature'][1], 2)})",
@@ -128,7 +128,7 @@ def answer() -> list[str]:
         f"(CIFAR-10: {q(c['LA'][0], 3)}, calibrated {q(c['LA calibrated'][0], 3)}, ensemble {q(c['ensemble'][0], 3)})",
         f"One Laplace: {q(lost['LA'], 3)} worse, calibrated {q(lost['LA calibrated'], 3)}",
         f"mixture: {span(more, beside)} times the ensemble's training, {span(slower, theirs)} times its prediction",
-        f"(CIFAR-10, {q(w['LA calibrated'][1], 2)} against {q(w['SWAG'][1], 2)}",
+        f"LA calibrated is better ({q(w['LA calibrated'][1], 2)} against {q(w['SWAG'][1], 2)}",
         f"all four {q(min(rivals), 3)} to {q(max(rivals), 3)} better by confidence",
         f"{q(moved(gap, 'LA'), 2)} against {q(moved(gap, 'MAP'), 2)} of the network and "
         f"{q(moved(gap, 'noise scaling'), 2)} of rescaled noise (concrete)",
