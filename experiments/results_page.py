@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.claims import verdicts
 from experiments.spent import note
 from experiments.spent import table as cpu_seconds
-from experiments.uq.report import markdown
+from experiments.uq.report import SPELT, markdown
 from experiments.uq.scores import averaged
 
 from experiments import paper
@@ -103,7 +103,7 @@ def outside(table: dict[str, dict], score: str, beside: Beside) -> str:
         cells = ["-" if v is None else f"{v:.3f}" for v in values]
         lines.append([name, *cells, mean, *([of_paper] if beside else [])])
     title = "Mean confidence" if score == "mean_confidence" else f"AUROC by {score}"
-    return markdown([title, *sets, "mean", *(["paper"] if beside else [])], lines)
+    return markdown([title, *(SPELT[s] for s in sets), "mean", *(["paper"] if beside else [])], lines)
 
 
 def uncertainty(table: dict[str, dict], beside: Mapping[str, Beside], every: int = 1, further: str = "") -> str:

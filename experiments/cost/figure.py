@@ -23,7 +23,7 @@ def draw(rows: dict[str, dict], file: Path) -> None:
             colours = ["#1b9e77" if "LA" in name else "#888888" for name in methods]
             axes.barh(methods, values, color=colours)
             for i, value in enumerate(values):
-                axes.text(value * 1.05, i, f"{value:.3g}" if value >= 1.1 else f"{value:.3f}", va="center", fontsize=8)
+                axes.text(value * 1.05, i, f"{value:.1f}" if value >= 10 else f"{value:.2f}", va="center", fontsize=8)
             axes.set_xscale("log")
             axes.set(title=f"{TITLES[case]}: {title}", xlim=(0.9, 3 * max(values)), xlabel="times the network alone")
             axes.tick_params(labelsize=8)

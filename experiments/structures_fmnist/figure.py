@@ -14,7 +14,7 @@ def draw(table: dict[str, dict], paper: dict[str, tuple], file: Path) -> None:
     """Write the figure."""
     fig = Figure(figsize=(11, 3.2), layout="constrained")
     FigureCanvasAgg(fig)
-    names = list(table)
+    names = [name for name in table if "temperature" not in name]
     for axes, (key, title, at) in zip(fig.subplots(1, len(PANELS)), PANELS, strict=True):
         axes.plot(names, [table[name][key] for name in names], "o", color="#1b9e77", label="here")
         beside = [name for name in names if name in paper]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments.uq.report import SPELT
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -42,7 +43,7 @@ def draw(table: dict[str, dict], styles: Styles, shifts: Sequence[int], label: s
                 axes.plot(found["epistemic"], i, "D", mfc="none", color=colour)
         axes.set_yticks(range(len(shown)), shown, fontsize=8)
         axes.grid(axis="y", lw=0.3)
-        axes.set(xlabel="AUROC: dot by confidence, diamond by epistemic", title=f"unknown: {name}")
+        axes.set(xlabel="AUROC: dot by confidence, diamond by epistemic", title=f"unknown: {SPELT[name]}")
         axes.spines[["top", "right"]].set_visible(False)
     bottom.axes[0].invert_yaxis()
     fig.savefig(path, dpi=120)

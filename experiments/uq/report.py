@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 Table = dict[str, dict]
+SPELT = {  # sets of unknown images
+    "emnist": "NIST digits",
+    "fmnist": "Fashion-MNIST",
+    "kmnist": "Kuzushiji-MNIST",
+    "svhn": "SVHN",
+    "cifar100": "CIFAR-100",
+}
 
 
 def text(table: Table) -> str:
