@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 CIFAR, MNIST, WHOLE = "uq-cifar10", "uq-mnist", "uq-cifar10-whole"
 SCORES, KINDS = ("confidence", "epistemic"), ("diag", "kron", "ekfac", "block", "full")
 PAPERS = ("mixture of LA paper", "mixture of LA* paper")
+RIVALS = ROOT / "docs" / "ensembles-and-rivals.md"
 RESULTS, PAGE = ROOT / "experiments" / "results", ROOT / "docs" / "results.md"
 sys.path.append(str(ROOT))
 page = pytest.importorskip("experiments.results_page")
@@ -303,6 +304,29 @@ def of_the_rest() -> list[str]:
         f"{q(moved(frozen, 'mixture of LA'), 3)} against {q(moved(frozen, 'ensemble'), 3)} and "
         f"{q(moved(tuned, 'mixture of LA'), 3)} against {q(moved(tuned, 'ensemble'), 3)}",
     ]
+
+
+def of_rivals() -> list[str]:
+    """Return what the table of the page on rivals says of prices."""
+    lenet, resnet = (found("cost")["rows"][case]["methods"] for case in ("lenet", "resnet20"))
+    one = sorted([lenet["LA"]["training"], resnet["LA"]["training"]])
+    mixtures = [lenet["mixture of LA"]["mean"] / 5, resnet["mixture of 4 LA"]["mean"] / 4]
+    both_swags = [resnet["SWAG"], lenet["SWAG"]]
+    return [
+        f"{q(one[0], 3)} to {q(one[1], 2)} | {q(resnet['LA']['mean'], 2)} to {q(lenet['LA']['mean'], 2)} (last layer), "
+        f"{resnet['LA all weights']['mean']:.0f} (all weights)",
+        f"| {q(resnet['mixture of 4 LA']['training'] / 4, 2)} K to {q(lenet['mixture of LA']['training'] / 5, 2)} K | "
+        f"{q(min(mixtures), 1)} K to {q(max(mixtures), 1)} K",
+        f"{q(lenet['MC dropout']['training'], 2)} | {lenet['MC dropout']['mean']:.0f} (20 masks)",
+        f"{q(both_swags[0]['training'], 3)} to {q(both_swags[1]['training'], 1)} | {both_swags[0]['mean']:.0f} to "
+        f"{both_swags[1]['mean']:.0f} (20 draws)",
+    ]
+
+
+def test_the_prices_of_rivals_are_those_of_the_results():
+    text = RIVALS.read_text()
+    missing = [sentence for sentence in of_rivals() if sentence not in text]
+    assert not missing, "\n".join(["The page does not say:", *missing])
 
 
 def test_the_sentences_of_the_page_have_the_numbers_of_the_results():
