@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
 from laplace.errors import LaplaceWarning
+from laplace.priors import StudentT
 from laplace.tuning import guard
 from laplace.tuning.training_data import Sample
 from networks import cut, make
@@ -82,6 +83,16 @@ def test_one_precision_per_tensor_keeps_its_proportions():
     raised = la.tune(prior_structure="layerwise").prior_precision / by_evidence
     assert torch.allclose(raised, raised[0], rtol=1e-4)
     assert raised[0] > 1
+
+
+@pytest.mark.parametrize("method", ["auto", "evidence"])
+def test_a_prior_that_cannot_be_narrowed_is_not_promised_to_be(method):
+    model, training, _ = overfitted()
+    la = Laplace(model, "classification", "all", "diag", prior=StudentT(df=4, scale=1.0)).fit([training])
+    with pytest.warns(LaplaceWarning, match=r"prior_precision= in place of StudentT, la\.tune\(\) finds a prior") as seen:
+        la.tune(method=method)
+    assert not any("method='auto'" in str(warning.message) for warning in seen)
+    assert Laplace(model, "classification", "all", "diag").fit([training]).tune().method == "guarded evidence"
 
 
 def test_where_the_evidence_does_no_harm_it_is_taken():

@@ -89,7 +89,7 @@ def looked_at(problem: Problem, tuned: Tuned) -> Tuned:
             (found,) = guard.look([tuned.best.applied(problem.la.posterior.detached())])
     except Exception as error:  # whatever a loader may raise: the result is there
         return _noting(tuned, f"not checked: the training data could not be read: {error}")
-    return _judged(guard, tuned, found)
+    return _judged(guard, tuned, found, tuned.method == "evidence")
 
 
 def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
@@ -126,8 +126,11 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
     return _judged(guard, tuned, found)
 
 
-def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
-    """Return the result, with a warning if the posterior makes the network worse."""
+def _judged(guard: Guard, tuned: Tuned, found: Finding, untried: bool = False) -> Tuned:
+    """Return the result, with a warning if the posterior makes the network worse.
+
+    `untried` says that 'auto', which may narrow the posterior, was not asked for.
+    """
     if not found.tripped:
         return tuned
     text = f"after tuning by {tuned.method}, {found}."
@@ -135,7 +138,10 @@ def _judged(guard: Guard, tuned: Tuned, found: Finding) -> Tuned:
         (before,) = guard.look([guard.problem.la.posterior.detached()])
         if found.nll > before.nll:
             text += f" Their mean negative log-likelihood went from {before.nll:.3f} to {found.nll:.3f}."
-    instead = " la.tune() (method='auto') finds a prior that does no harm." if tuned.method == "evidence" else ""
+    instead = " la.tune() (method='auto') finds a prior that does no harm." if untried else ""
+    if not isinstance(prior := guard.problem.la.posterior.prior, GaussianPrior):  # which `auto` cannot narrow, either
+        name = type(prior).__name__
+        instead = f" With prior_precision= in place of {name}, la.tune() finds a prior that does no harm."
     text += (
         f" Predictions on new inputs will be worse, too.{instead} With validation data write la.calibrate(val_loader)."
     )
