@@ -44,6 +44,7 @@ def test_it_is_a_table_of_all_structures_and_prints_nothing_by_itself(capsys):
     printed = repr(preview)
     assert str(preview) == printed
     assert "723 uncertain weights in 4 tensors, 3 outputs" in printed
+    assert "One epoch: a forward and a backward pass over this data." in printed
     for name in [*STRUCTURES, "gp", "gp, nystrom", "gp, variational"]:
         assert f"\n{name} " in printed
     assert [option.structure for option in preview] == [*STRUCTURES, "gp", "gp, nystrom", "gp, variational"]
@@ -76,11 +77,15 @@ def test_it_counts_the_data_of_a_loader():
 def test_it_recommends_what_is_closest_to_the_whole_curvature_and_says_why():
     small = laplace.plan(network(), batch(), "classification")
     assert small.recommended == "full"
-    assert "Recommended: full, which leaves nothing out, for about" in str(small)
+    assert "Recommended: full, which leaves nothing out. The fit costs about" in str(small)
     large = laplace.plan(network(1000), batch(), "classification", "all", n_data=10**6, memory_budget=2 * 10**9)
     assert large.recommended == "kron"
     assert large["kron"].epochs <= 100 < large["ekfac"].epochs
     assert "(full, block cannot be used; ekfac would cost more than 100 epochs)" in large.why
+    assert "seconds" not in large.why
+    brief = laplace.plan(network(), batch(), "classification", "all", n_data=100)  # a thousand epochs of 40 microseconds
+    assert brief[str(brief.recommended)].epochs > 100
+    assert "epochs, which take seconds here, and" in brief.why
     exact = laplace.plan(network(), batch(), "classification", "all", curvature="hessian", n_data=10**9)
     assert exact.recommended == "diag"
     assert "the cheapest" in exact.why

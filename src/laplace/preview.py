@@ -118,7 +118,9 @@ class Preview:
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = [f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
         table = [lines[0], "-" * max(map(len, lines)), *lines[1:]]
-        return "\n".join([self.title, "", *table, "", *self._reasons(), *wrap(f"Recommended: {self.why}", 80)])
+        unit = "One epoch: a forward and a backward pass over this data. Costs count products."
+        words = [unit, "", *self._reasons(), *wrap(f"Recommended: {self.why}", 80)]
+        return "\n".join([self.title, "", *table, "", *words])
 
     def _reasons(self) -> list[str]:
         """Return why structures cannot be used, each reason once."""
@@ -258,15 +260,16 @@ def _recommended(options: Sequence[Option], limit: float) -> tuple[str | None, s
             f"{name}, the cheapest: every structure costs more than {most}. With curvature='sketch' one "
             "vector per example is sent back."
         )
-    name, cost = found.structure, f"about {_rounded(found.epochs, 2)} epochs and {in_bytes(found.bytes)}"
+    name, short = found.structure, ", which take seconds here," if found.epochs > _AFFORDABLE else ""
+    cost = f"The fit costs about {_rounded(found.epochs, 2)} epochs{short} and {in_bytes(found.bytes)}."
     if name == "full":
-        return name, f"full, which leaves nothing out, for {cost}."
+        return name, f"full, which leaves nothing out. {cost}"
     closer = _CLOSEST[: _CLOSEST.index(name)]
     missing = ", ".join(other for other in closer if other not in fitting)
     dear = ", ".join(other for other in closer if other in fitting)
     reasons = [f"{missing} cannot be used"] if missing else []
     reasons += [f"{dear} would cost more than {most}"] if dear else []
-    return name, f"{name}, the closest to the whole curvature for {cost} ({'; '.join(reasons)})."
+    return name, f"{name}, the closest to the whole curvature ({'; '.join(reasons)}). {cost}"
 
 
 def _previewed(
