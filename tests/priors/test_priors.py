@@ -438,8 +438,59 @@ def test_functions_that_are_no_log_density_are_refused():
     ]:
         with pytest.raises(InputError, match=words):
             _ = Case().fit(from_log_density(fn)).posterior_variance
+
+
+@pytest.mark.parametrize(
+    "coupling",
+    [
+        lambda w: w.sum() ** 2,
+        lambda w: (w[::2].sum()) ** 2,  # no weight with its neighbour
+        lambda w: w[0] * w[2],
+        lambda w: (w[:-4] * w[4:]).sum(),
+        lambda w: (1 + w.reshape(-1, 1)[:8].reshape(2, 4).square().sum(0)).sqrt().sum(),  # columns of a matrix
+    ],
+)
+def test_a_density_that_couples_weights_is_not_taken_for_independent(coupling):
+    def log_p(w):
+        return -w.square().sum() - 0.1 * coupling(w)
+
     with pytest.raises(OptionError, match="not a sum over independent weights"):
-        _ = Case().fit(from_log_density(lambda w: -(w.sum() ** 2), independent="weights"), "diag").posterior_variance
+        _ = Case().fit(from_log_density(log_p, independent="weights"), "diag").posterior_variance
+    assert Case().fit(from_log_density(log_p)).posterior_variance.isfinite().all()
+
+    class Coupled(Independent):
+        name = "coupled"
+
+        def __init__(self):
+            super().__init__({}, 0.0)
+
+        def log_each(self, u):
+            return -u.square() - 0.1 * (coupling(u) if len(u) > 7 else 0.0) / len(u)
+
+    with pytest.raises(OptionError, match=r"Coupled\.log_each couples weights.*from_log_density"):
+        _ = Case().fit(Coupled(), "diag").posterior_variance
+
+
+def test_a_density_in_place_of_that_of_a_student_t_is_not_given_its_curvature():
+    class Narrow(StudentT):
+        def log_each(self, u, **values):
+            return super().log_each(u, **values) - 5 * u.square()
+
+    with pytest.raises(OptionError, match=r"Narrow\.bend_each is .*bend_each = Independent\.bend_each"):
+        _ = Case().fit(Narrow(), "diag").posterior_variance
+    Narrow.bend_each = Independent.bend_each
+    la, usual = Case().fit(Narrow(), "diag"), Case().fit(StudentT(), "diag")
+    torch.testing.assert_close(la.prior_precision_diag, usual.prior_precision_diag + 10)
+
+
+def test_a_gaussian_has_defaults_like_the_keywords_and_is_equal_to_one_with_the_same_values():
+    assert repr(GaussianPrior()) == "GaussianPrior(precision=1, mean=0)"
+    assert GaussianPrior(3.0) == GaussianPrior(torch.tensor(3.0), torch.tensor(0.0))
+    each = GaussianPrior(torch.tensor([1.0, 2.0]))
+    assert each == GaussianPrior([1.0, 2.0]) != GaussianPrior([1.0, 3.0])
+    assert each != GaussianPrior([1.0, 2.0], 0.1)
+    assert GaussianPrior(2.0) != StudentT(2.0)
+    assert len({each, GaussianPrior([1.0, 2.0])}) <= 2
 
 
 def test_what_is_of_gaussian_priors_says_what_there_is_instead():

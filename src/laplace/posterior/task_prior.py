@@ -50,7 +50,7 @@ class Earlier:
         return task.structure.curvature(sums, task.layout, task.mean.dtype)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class CurvedPrior(GaussianPrior):
     """Is the prior for the next task: `Laplace(..., prior=la.as_prior())`, or the same in `marglik_training`.
 

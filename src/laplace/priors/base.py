@@ -136,6 +136,16 @@ class Prior(NamedOptions, ABC):
         """Return all tensors of the prior."""
         return tuple(self.hyperparameters.values())
 
+    def __eq__(self, other: object) -> bool:
+        """Compare class and values."""
+        if not isinstance(other, Prior):
+            return NotImplemented
+        own, others = ({k: v for k, v in vars(prior).items() if k != "compared"} for prior in (self, other))
+        return type(self) is type(other) and _equal(own, others)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     @property
     def needs_grad(self) -> bool:
         """Return whether a value requires grad."""
@@ -224,6 +234,16 @@ def require_known(prior: Prior, names: Sequence[str]) -> None:
         if name not in known:
             listed = ", ".join(map(repr, known)) or "none"
             raise OptionError(f"{type(prior).__name__} has no hyperparameter {name!r}. It has: {listed}.")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.double(), other.to(one.device).double())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is other or bool(one == other)
 
 
 def slope(value: Tensor, weights: Tensor, keep: bool) -> Tensor:

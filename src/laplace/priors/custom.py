@@ -123,11 +123,15 @@ class Custom(Prior):
         return [d.to(theta.dtype) for d in forms], sum((clipped for _, clipped in pairs), Clipped())
 
     def _bends(self, slopes: Tensor, weights: Tensor, layout: Layout, keep: bool) -> list[Tensor]:
-        """Return -d2 log p. Independent weights take one Hessian-vector product, all others one per row."""
+        """Return -d2 log p. Independent weights take two Hessian-vector products, all others one per row.
+
+        The second product shows whether they are independent: with D 1 = d, D v = d * v holds for a random v only if D
+        is diagonal.
+        """
         if self.independent == "weights":
             bend = -slope(slopes.sum(), weights, keep=True)
-            signs = 1.0 - 2.0 * (torch.arange(len(weights), device=weights.device) % 2)
-            self._require(-slope((slopes * signs).sum(), weights, keep) - bend * signs, bend)
+            v = torch.randn(len(weights), dtype=weights.dtype, generator=torch.Generator().manual_seed(0)).to(weights)
+            self._require(-slope((slopes * v).sum(), weights, keep) - bend * v, bend)
             return layout.split(bend)
         rows = torch.stack([-slope(one, weights, keep=True) for one in slopes])
         rows = (rows + rows.T) / 2

@@ -43,13 +43,20 @@ class Terms:
     logdet: Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, init=False, eq=False)
 class GaussianPrior(Prior):
     """Makes weights independent and Gaussian. `prior_precision=` and `prior_mean=` give the same prior.
+
+    Args:
+        precision: one number, one per parameter tensor, or one per weight.
+        mean: one number, or one per weight.
 
     Attributes:
         precision: one for all weights, () or (1,); one per tensor, (B,); or one per weight, (P,).
         mean: one for all weights, (); or one per weight, (P,).
+
+    Raises:
+        OptionError: a precision is not positive, or a value is not a number.
     """
 
     precision: Tensor
@@ -58,11 +65,12 @@ class GaussianPrior(Prior):
     name = "gaussian"
     quadratic = True
 
-    def __post_init__(self) -> None:
-        if not (isinstance(self.precision, Tensor) and isinstance(self.mean, Tensor)):
-            made = GaussianPrior.of(self.precision, self.mean)
-            object.__setattr__(self, "precision", made.precision)
-            object.__setattr__(self, "mean", made.mean)
+    def __init__(self, precision: Tensor | float = 1.0, mean: Tensor | float = 0.0) -> None:
+        if not (isinstance(precision, Tensor) and isinstance(mean, Tensor)):
+            made = GaussianPrior.of(precision, mean)
+            precision, mean = made.precision, made.mean
+        object.__setattr__(self, "precision", precision)  # frozen
+        object.__setattr__(self, "mean", mean)
 
     @classmethod
     def of(cls, precision: Tensor | float, mean: Tensor | float = 0.0) -> GaussianPrior:

@@ -212,7 +212,7 @@ class SmoothedLaplace(Independent):
         return square / (values["scale"] * (u.square() + square) ** 1.5)
 
 
-_CLOSED = (Independent.bend_each, StudentT.bend_each, SmoothedLaplace.bend_each)  # which need no comparison
+_OURS = (StudentT, SmoothedLaplace)  # which need no comparison
 
 
 def _log_each(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> Tensor:  # (p,)
@@ -222,18 +222,39 @@ def _log_each(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> Te
 def _bend_each(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> Tensor:  # (p,)
     """Return `bend_each`, which must be what autograd finds at the first weights."""
     bends = _one_per_weight(prior, "bend_each", prior.bend_each(u, **values), u)
-    if prior.compared or type(prior).bend_each in _CLOSED or not len(u):
+    if prior.compared or type(prior) in _OURS or not len(u):
         return bends
-    with torch.no_grad():
-        expected = Independent.bend_each(prior, u.detach(), **values)
-        apart = (bends.detach() - expected).abs().nan_to_num(0.0)
+    expected = _bends_of_own(prior, u.detach(), {name: value.detach() for name, value in values.items()})
+    apart = (bends.detach() - expected).abs().nan_to_num(0.0)
     worst = int(apart.argmax())
     if apart[worst] > _CLOSE * expected.abs().nan_to_num(0.0).max():
         raise OptionError(
             f"{type(prior).__name__}.bend_each is {float(bends.detach()[worst]):.6g} at u = {float(u[worst]):.6g}; "
-            f"-d2 log_each / du2 is {float(expected[worst]):.6g} there. Leave out bend_each: then autograd computes it."
+            f"-d2 log_each / du2 is {float(expected[worst]):.6g} there. Leave out bend_each, or write "
+            "bend_each = Independent.bend_each: then autograd computes it."
         )
     return bends
+
+
+def _bends_of_own(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> Tensor:  # (p,)
+    """Return -d2 log p / du2 by autograd, and refuse a `log_each` in which a value depends on other weights.
+
+    With D 1 = d, D v = d * v holds for a random v only if D is diagonal.
+    """
+    v = torch.randn(len(u), dtype=u.dtype, generator=torch.Generator().manual_seed(0)).to(u)
+    with torch.inference_mode(False), torch.enable_grad():
+        at = u.clone().requires_grad_()
+        log_p = _log_each(prior, at, {name: value.clone() for name, value in values.items()})
+        slopes = slope(log_p.sum(), at, keep=True)
+        expected = -slope(slopes.sum(), at, keep=True).detach()
+        mixed = -slope((slopes * v).sum(), at, keep=False)
+    coupled = (mixed - expected * v).abs().nan_to_num(0.0).max()
+    if coupled > _CLOSE * expected.abs().nan_to_num(0.0).max():
+        raise OptionError(
+            f"{type(prior).__name__}.log_each couples weights: a value must depend on its own u alone. For weights "
+            "that depend on each other write from_log_density(fn), where fn returns log p of all weights."
+        )
+    return expected
 
 
 def _one_per_weight(prior: Independent, what: str, found: Any, u: Tensor) -> Tensor:
