@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -114,28 +115,44 @@ def test_a_type_checker_finds_the_typo(tmp_path):
     pyright = shutil.which("pyright") or Path(sys.executable).with_name("pyright")
     if not Path(pyright).exists():
         pytest.skip("pyright is not installed")
-    lines = [
+    given = [
         "import laplace",
-        "from laplace import Laplace, marglik_training",
-        "from laplace.structures import Kron",
+        "from laplace import Categorical, Laplace, marglik_training",
+        "from laplace.curvature import Sketch",
+        "from laplace.priors import GaussianPrior, StudentT",
+        "from laplace.structures import GP, Kron",
+        "from laplace.weights import LastLayer",
         "from torch import nn",
         "net = nn.Linear(3, 2)",
-        'Laplace(net, "classification", dampng=True)',
-        'marglik_training(net, [], "classification", dampng=True)',
-        'laplace.plan(net, [], "classification", dampng=True)',
-        "Kron(dampng=True)",
+        'la = Laplace(net, "classification", prior=GaussianPrior(2.0))',
+    ]
+    right = [
         'Laplace(net, "classification", damping=True)',
         'marglik_training(net, [], "classification", damping=True)',
         'laplace.plan(net, [], "classification", damping=True)',
         "Kron(damping=True)",
+        "GP(n_subset=5)",
+        "Categorical(label_smoothing=0.1)",
+        'LastLayer(name="head")',
+        "Sketch(samples=4)",
+        "StudentT(scale=1.0)",
+        "GaussianPrior(precision=1.0)",
+        "la.fit([], override=True)",
+        'la.tune(method="evidence")',
+        "la.conformal([], level=0.9)",
+        'Laplace.load("file", net, prior=StudentT())',
+        "laplace.report(la, [], ood={})",
     ]
-    (tmp_path / "typo.py").write_text("\n".join(lines) + "\n")
+    wrong = [re.sub(r"(\w)(\w)=", r"\2\1=", line) for line in right]  # the last two letters change places
+    (tmp_path / "typo.py").write_text("\n".join([*given, *right, *wrong]) + "\n")
     settings = {"include": ["typo.py"], "extraPaths": [str(SOURCE)], "venvPath": str(Path(sys.prefix).parent)}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | {"venv": Path(sys.prefix).name}))
     run = subprocess.run([str(pyright), "--outputjson", "-p", str(tmp_path)], capture_output=True, text=True)
     found = [entry for entry in json.loads(run.stdout)["generalDiagnostics"] if entry["severity"] == "error"]
-    assert sorted(entry["range"]["start"]["line"] + 1 for entry in found) == [6, 7, 8, 9]
-    assert all("dampng" in entry["message"] for entry in found)
+    seen = {entry["range"]["start"]["line"] - len(given) - len(right) for entry in found}
+    assert seen == set(range(len(wrong)))
+    typos = [re.findall(r"(\w+)=", line)[-1] for line in wrong]
+    assert {typo for typo in typos if any(f'"{typo}"' in entry["message"] for entry in found)} == set(typos)
 
 
 class Swallows(nn.Module):
