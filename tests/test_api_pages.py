@@ -35,6 +35,7 @@ ROOMS = (
     "integrations.sklearn",
     "layers",
     "likelihoods",
+    "predictive",
     "priors",
     "rivals",
     "structures",

@@ -17,6 +17,7 @@ from laplace import errors as errors
 from laplace import evaluation as evaluation
 from laplace import layers as layers
 from laplace import likelihoods as likelihoods
+from laplace import predictive as predictive
 from laplace import priors as priors
 from laplace import rivals as rivals
 from laplace import structures as structures
@@ -92,6 +93,7 @@ _ROOMS = (
     "evaluation",
     "layers",
     "likelihoods",
+    "predictive",
     "priors",
     "rivals",
     "structures",

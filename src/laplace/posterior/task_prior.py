@@ -68,8 +68,8 @@ class CurvedPrior(GaussianPrior):
         fit, prior = posterior.fit, posterior.prior.detached()
         if not isinstance(prior, GaussianPrior):
             raise UnsupportedError(
-                f"as_prior() needs a Gaussian prior, whose precision the next task can tune; this is {prior}, whose "
-                f"precision changes with the weights. Take prior_precision= on the first task."
+                f"as_prior() needs a prior with prior_precision, which the next task can tune; this is {prior}. Take "
+                "prior_precision= instead of prior= on the first task."
             )
         if not fit.structure.adds:
             raise UnsupportedError(
