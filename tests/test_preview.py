@@ -83,7 +83,7 @@ def test_it_recommends_what_is_closest_to_the_whole_curvature_and_says_why():
     assert large["kron"].epochs <= 100 < large["ekfac"].epochs
     assert "(full, block cannot be used; ekfac would cost more than 100 epochs)" in large.why
     assert "seconds" not in large.why
-    brief = laplace.plan(network(), batch(), "classification", "all", n_data=100)  # a thousand epochs of 40 microseconds
+    brief = laplace.plan(network(), batch(), "classification", "all", n_data=100)  # of short epochs
     assert brief[str(brief.recommended)].epochs > 100
     assert "epochs, which take seconds here, and" in brief.why
     exact = laplace.plan(network(), batch(), "classification", "all", curvature="hessian", n_data=10**9)

@@ -89,7 +89,9 @@ def test_one_precision_per_tensor_keeps_its_proportions():
 def test_a_prior_that_cannot_be_narrowed_is_not_promised_to_be(method):
     model, training, _ = overfitted()
     la = Laplace(model, "classification", "all", "diag", prior=StudentT(df=4, scale=1.0)).fit([training])
-    with pytest.warns(LaplaceWarning, match=r"prior_precision= in place of StudentT, la\.tune\(\) finds a prior") as seen:
+    with pytest.warns(
+        LaplaceWarning, match=r"prior_precision= in place of StudentT, la\.tune\(\) finds a prior"
+    ) as seen:
         la.tune(method=method)
     assert not any("method='auto'" in str(warning.message) for warning in seen)
     assert Laplace(model, "classification", "all", "diag").fit([training]).tune().method == "guarded evidence"

@@ -187,7 +187,8 @@ def _restored(runner: Runner, state: Mapping[str, Any], given: Prior) -> Restore
     )
     owners = Owners.from_state(state[OWNERS], len(layout.names)) if OWNERS in state else None
     parts = (structure, spec.likelihood, state["curvature"], layout, mean, sums, data)
-    fit = Fit(*parts, *counts, flat=state.get("flat", False), points=points, owners=owners)
+    more = {"points": points, "owners": owners, "empirical": spec.estimator.empirical}
+    fit = Fit(*parts, *counts, flat=state.get("flat", False), **more)
     if mean.shape != (layout.n_params,):
         raise InputError(
             f"the state is damaged: its mean has shape {tuple(mean.shape)}; its parameters are {layout.n_params} "
@@ -293,7 +294,7 @@ def _weights(runner: Runner, layout: Layout, state: Mapping[str, Any]) -> FoundL
     """Return the weights that the state is over. Refuse other weights than this object's."""
     last, reduction = state["last_layer"], state["feature_reduction"]
     subset = runner.spec.weights
-    whole = state["curvature"] == "ef"  # with several positions, its scores are taken through the whole network
+    whole = runner.spec.estimator.empirical  # with several positions, its scores are taken through the whole network
     if isinstance(subset, LastLayer) != (last is not None) and not (last is None and whole):
         needed = "the name of a layer" if last is None else "None"
         raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,14 +19,23 @@ class Estimator(NamedOptions, ABC):
     """Estimates Lambda, the curvature of -log p(y given f) in the outputs f.
 
     Attributes:
-        name: its name for `curvature=`.
+        name: its name in files and summaries. By default that of the class, so that nothing is mistaken for its parent.
         draws: whether it draws random numbers.
         exact_hessian: whether second derivatives of the network itself are needed, besides those of the loss.
+        empirical: whether Lambda is made of scores at the labels, one vector for each example with all its positions. A
+            noise sigma then scales it by sigma^-4 instead of sigma^-2.
     """
 
     name: ClassVar[str]
     draws: ClassVar[bool] = False
     exact_hessian: ClassVar[bool] = False
+    empirical: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Name the subclass after its class, unless it has a name."""
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     @property
     def vectors(self) -> int:

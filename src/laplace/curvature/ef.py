@@ -16,6 +16,7 @@ class EF(Estimator):
     """Takes the outer product of each example's score. Sends back one vector per example."""
 
     name: ClassVar[str] = "ef"
+    empirical: ClassVar[bool] = True
 
     def __call__(
         self, likelihood: Likelihood, f: Tensor, y: Tensor, generator: torch.Generator | None

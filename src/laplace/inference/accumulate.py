@@ -442,7 +442,7 @@ class Accumulator:
         """Return the `Fit` of everything that was added, at the weights `mean`."""
         counts = (self.n_all, self.n_outputs)
         parts = (self.structure, self.likelihood, self.estimator.name, self.layout, mean, self.totals, self.data)
-        fit = Fit(*parts, *counts, linear=self.engine.linear, flat=self.flat)
+        fit = Fit(*parts, *counts, linear=self.engine.linear, flat=self.flat, empirical=self.estimator.empirical)
         if self._trusting is not nullcontext:
             with self._trusting():
                 require_sums(fit, fit.sums)
@@ -461,7 +461,7 @@ class Accumulator:
         return places(self.shard, self.reduce, self.n_data, n)
 
     def _curvature(self, forward: Forward, targets: Targets, of: Tensor | None) -> OutputCurvature:
-        if self.estimator.name == "ef" and forward.positions.several and targets.weights is not None:
+        if self.estimator.empirical and forward.positions.several and targets.weights is not None:
             raise UnsupportedError(
                 "curvature='ef' squares the score of a whole example, all positions together, so positions cannot have "
                 "their own weights. Take curvature='ggn', 'sketch' or 'mc', or weights of 0 and 1."

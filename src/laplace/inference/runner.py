@@ -113,7 +113,7 @@ class Runner:
         weights = self.spec.weights.find(self.model, inputs)
         self._settle(weights)
         require_served(self.spec.structure, weights.layout)
-        scores = self.spec.estimator.name == "ef"
+        scores = self.spec.estimator.empirical
         if isinstance(weights, FoundLastLayer) and scores and self.positions(inputs).several:
             return Selection(weights.layout)  # the score of an example is one vector over all its positions
         return weights

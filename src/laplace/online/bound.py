@@ -55,7 +55,7 @@ class BatchBound:
         data: the likelihood's sums over the batch.
         batches: how many batches of this size make the data, N/B.
         likelihood: the likelihood.
-        kind: the name of the curvature.
+        empirical: whether the curvature is made of scores at the labels.
     """
 
     kernels: list[Tensor]
@@ -63,11 +63,13 @@ class BatchBound:
     data: Sums
     batches: float
     likelihood: Likelihood
-    kind: str
+    empirical: bool
 
     def at(self, deltas: Tensor, sigma: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return the data's part, its derivatives in log delta of each tensor, (b,), and in log sigma, ()."""
-        scale = self.likelihood.curvature_scale(self.kind, sigma.double()).double() / temperature
+        scale = (
+            self.likelihood.curvature_scale("ef" if self.empirical else "ggn", sigma.double()).double() / temperature
+        )
         ratios = scale / deltas.double()
         total = torch.eye(self.kernels[0].shape[-1], dtype=torch.float64, device=deltas.device)
         for ratio, block in zip(ratios, self.kernels, strict=True):
@@ -78,7 +80,7 @@ class BatchBound:
         shares = self.repeats * shares  # (N/B) tau_b
         logdet = 2 * self.repeats * root.diagonal(dim1=-2, dim2=-1).log().sum()
         value, slope = self._log_likelihood(sigma)
-        power = 2.0 if self.kind == "ef" else 1.0
+        power = 2.0 if self.empirical else 1.0
         fit = self.batches / temperature
         return fit * value - 0.5 * logdet, 0.5 * shares, fit * slope + power * shares.sum()
 
@@ -126,7 +128,7 @@ def batch_bound(runs: BatchRuns, batch: Batch, n: int, generator: torch.Generato
         data = spec.likelihood.sums(forward.outputs, targets)
     runs.done(engine)
     repeats = batches * (count / len(v) if drawn else 1.0)
-    return BatchBound(blocks, repeats, data, batches, spec.likelihood, "ggn" if drawn else estimator.name)
+    return BatchBound(blocks, repeats, data, batches, spec.likelihood, make.empirical)
 
 
 @dataclass

@@ -55,6 +55,12 @@ class Fit:
     points: Points | None = None  # training points, if predictions need them
     owners: Owners | None = None  # which rank has the sums of which tensor, if they are not all here
     training: TrainingData | None = None  # all training data, by reference, if the posterior reads it again
+    empirical: bool = False  # whether the curvature is made of scores at the labels
+
+    @property
+    def scaling(self) -> str:
+        """Return the curvature, 'ef' or 'ggn', that the noise scales as it scales this one."""
+        return "ef" if self.empirical or self.kind == "ef" else "ggn"  # pickles of earlier versions know only the name
 
     @property
     def curvature(self) -> Curvature:
@@ -151,7 +157,7 @@ class Posterior:
     @property
     def scale(self) -> Tensor:
         """Return s = c(sigma) / T."""
-        c = self.fit.likelihood.curvature_scale(self.fit.kind, self.sigma)
+        c = self.fit.likelihood.curvature_scale(self.fit.scaling, self.sigma)
         scale = c.to(self.fit.mean) / self.temperature
         if not (scale.isfinite() and scale >= torch.finfo(scale.dtype).tiny):
             raise OptionError(

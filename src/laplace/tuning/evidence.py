@@ -81,7 +81,7 @@ class _Problem:
         self.posterior, prior, self.kinds = posterior, posterior.prior.detached(), space.kinds
         self.commutes = isinstance(prior, GaussianPrior) and posterior.curvature.commutes
         self.r = prior.distances(fit.mean, fit.layout, self.groups) if isinstance(prior, GaussianPrior) else None
-        self.q = 2.0 if fit.kind == "ef" else 1.0
+        self.q = 2.0 if fit.scaling == "ef" else 1.0
         self.tolerance = _TOLERANCE if fit.mean.dtype == torch.float64 else 1e3 * _TOLERANCE
         self.seen: list[tuple[Tensor, Point]] = []
         self.slack = 0.0  # differences of the evidence that mean nothing, where it is estimated

@@ -87,7 +87,7 @@ class HeldOut:
         if self.scale != "sigma_noise":
             return 1.0
         fit, sigma = self.posterior.fit, self.posterior.sigma.double()
-        scales = [fit.likelihood.curvature_scale(fit.kind, s) for s in (torch.full_like(sigma, scale), sigma)]
+        scales = [fit.likelihood.curvature_scale(fit.scaling, s) for s in (torch.full_like(sigma, scale), sigma)]
         return float(scales[0] / scales[1])
 
     def keep(self, factors: Sequence[float]) -> None:

@@ -95,7 +95,7 @@ class Interpolated:
         assert targets is not None
         of = dict(zip(self.space.kinds, x.unbind(1), strict=True))
         sigma = of["sigma_noise"].exp() if "sigma_noise" in of else posterior.sigma.to(x).expand(len(x))
-        s = self.likelihood.curvature_scale(posterior.fit.kind, sigma)
+        s = self.likelihood.curvature_scale(posterior.fit.scaling, sigma)
         s = s / (of["temperature"].exp() if "temperature" in of else posterior.temperature)
         delta = of["prior_precision"] if "prior_precision" in of else _log_precision(posterior).to(x)
         variance = (self._at(delta - s.log()).exp() / s[:, None, None]).flatten(0, 1)  # (G N, C)
