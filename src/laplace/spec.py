@@ -149,7 +149,7 @@ class Spec:
                 "indefinite. Take curvature='ggn', or subset_of_weights=[name of the last layer], which supports it."
             )
         if isinstance(weights, Choice):
-            require_served(structure, weights.select(model).layout)
+            require_served(structure, weights.selected(model).layout)
         structure.budget = Budget(memory_budget)
         keys = Keys(dict_key_x, dict_key_y, own.further, own.pairs)
         return cls(own, weights, structure, estimator, keys, dimension, structure.budget)

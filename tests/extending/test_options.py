@@ -147,3 +147,33 @@ def test_labels_that_are_broadcast_against_the_outputs_are_refused(reduce):
     centred = from_log_prob(lambda f, y: -(y - f + f.mean()).square().sum(-1))
     with pytest.raises(InputError, match="same row of outputs and labels"):
         Laplace(model, centred).fit([(x, y)])
+
+
+def test_a_choice_that_does_not_fit_the_network_is_refused_at_once():
+    model, _, _ = data()
+    named = dict(model.named_parameters())
+
+    class Chosen(Choice):
+        def __init__(self, found):
+            self.found = found
+
+        def select(self, model):
+            return self.found
+
+    def of(*names):
+        return Selection(Layout.of((name, named[name]) for name in names))
+
+    def wrong(name, shape):
+        return Selection(Layout((name,), (shape,)))
+
+    for found, words in [
+        (None, r"Chosen.select returned None; a Selection is needed: Selection\(Layout.of\(pairs\)\)"),
+        (of("0.weight").layout, r"returned Layout\(.*; a Selection is needed"),
+        (of(), "chose no weights"),
+        (of("0.weight", "2.bias", "0.weight"), "chose '0.weight' twice"),
+        (wrong("0.wieght", (4, 3)), r"'0.wieght', which is no parameter of the network. Did you mean '0.weight'"),
+        (wrong("0.weight", (3, 4)), r"has '0.weight' as \(3, 4\); the parameter has shape \(4, 3\)"),
+    ]:
+        with pytest.raises(OptionError, match=words):
+            Laplace(model, "regression", Chosen(found))
+    assert "weights     Chosen" in repr(Laplace(model, "regression", Chosen(of("2.bias"))))

@@ -58,6 +58,16 @@ def test_what_a_problem_tells(la):
         (Quiet(), {"bounds": {"prior_precision": (1, 2)}}, r"bounds= goes with .*; 'Quiet' has no use for it"),
         (lambda problem: 3, {}, r"returned 3; a laplace.tuning.Tuned is needed"),
         (lambda problem: problem.tuned("idle"), {}, r"'idle' has seen no point"),
+        (
+            lambda problem: problem.losses([torch.zeros(2)]),
+            {},
+            r"got the point tensor.* shape \(1,\) with",
+        ),
+        (
+            lambda problem: problem.losses([problem.start * torch.nan]),
+            {},
+            r"finite logarithms of prior_",
+        ),
     ],
 )
 def test_a_method_that_cannot_be_used_is_refused(la, method, options, message):

@@ -177,6 +177,13 @@ class Problem:
         """Return and remember the loss of each point: its score, or minus its log evidence without `val_loader`."""
         if isinstance(points, Tensor) and points.dim() < 2:
             raise OptionError("problem.losses takes a list of points. Write problem.losses([x]) for one point x.")
+        size = self.start.shape
+        for x in points:
+            if not isinstance(x, Tensor) or x.shape != size or not x.isfinite().all():
+                raise OptionError(
+                    f"problem.losses got the point {shown(x)}; a tensor of shape {tuple(size)} with finite logarithms "
+                    f"of {', '.join(self.space.kinds)} is needed."
+                )
         if self.scoring.val_loader is None:
             if "temperature" in self.kinds:
                 raise UnsupportedError("the evidence has no optimum in the temperature. Give val_loader=.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from laplace.checks import choice, shown
+from laplace.checks import choice, how_many, shown
 from laplace.errors import OptionError
 from laplace.posterior.posterior import Posterior
 from laplace.priors.base import Prior
@@ -154,7 +154,8 @@ class Tuned:
         ended = {True: ", converged", False: ", not converged", None: ""}[self.converged]
         lines = [
             f"Tuned by {self.method}: {what} {self.score:.6g} at {self.best}",
-            f"  {len(self.points)} points in {self.steps} steps, {self.factorisations} factorisations{ended}",
+            f"  {how_many(len(self.points), 'point')} in {how_many(self.steps, 'step')}, "
+            f"{how_many(self.factorisations, 'factorisation')}{ended}",
         ]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 

@@ -6,12 +6,13 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace.checks import NamedOptions, options_of, written
-from laplace.errors import ModelError
+from laplace.checks import NamedOptions, did_you_mean, options_of, shown, written
+from laplace.errors import ModelError, OptionError, UnknownNameError
 from laplace.network.inputs import Inputs
 from laplace.network.pieces import detached, whole
 from laplace.network.replica import plain_name, unwrap
@@ -62,12 +63,18 @@ class Subset(NamedOptions, ABC):
     """Chooses the uncertain weights. An object of this class is a valid `subset_of_weights`.
 
     Attributes:
-        label: a short name for summaries and files.
+        label: a short name for summaries and files. By default the name of the class.
         options: the names of the constructor's arguments. Each is an attribute of that name.
     """
 
     label: str
     options: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Label the subclass with its name, unless it or a parent has another label."""
+        super().__init_subclass__(**kwargs)
+        if getattr(cls, "label", None) in (None, cls.__mro__[1].__name__):
+            cls.label = cls.__name__
 
     def __repr__(self) -> str:
         """Return the call that makes this object: `LastLayer(name='head')`."""
@@ -104,7 +111,28 @@ class Choice(Subset):
         """
 
     def find(self, model: nn.Module, inputs: Inputs) -> Selection:
-        return self.select(model)
+        return self.selected(model)
+
+    def selected(self, model: nn.Module) -> Selection:
+        """Return the weights of a network. Refuse a selection that does not fit it."""
+        found, kind = self.select(model), type(self).__name__
+        if not isinstance(found, Selection):
+            raise OptionError(
+                f"{kind}.select returned {shown(found)}; a Selection is needed: Selection(Layout.of(pairs)), with "
+                "pairs of model.named_parameters()."
+            )
+        names, shapes = found.layout.names, {name: tuple(p.shape) for name, p in parameters_of(model)}
+        if not names:
+            raise OptionError(f"{kind}.select chose no weights; at least one tensor is needed.")
+        for i, (name, shape) in enumerate(zip(names, found.layout.tensor_shapes, strict=True)):
+            if name not in shapes:
+                hint = did_you_mean(name, list(shapes)) or f" It has: {', '.join(list(shapes)[:8])}, ..."
+                raise UnknownNameError(f"{kind}.select chose {name!r}, which is no parameter of the network.{hint}")
+            if name in names[:i]:
+                raise OptionError(f"{kind}.select chose {name!r} twice; write each parameter once.")
+            if shape != shapes[name]:
+                raise OptionError(f"{kind}.select has {name!r} as {shape}; the parameter has shape {shapes[name]}.")
+        return found
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
