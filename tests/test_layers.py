@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "laplace"
 LAYERS: tuple[tuple[str, ...], ...] = (  # lowest first; rooms of one layer do not import each other
     ("errors", "_version"),
     ("checks", "budget"),
+    ("keywords",),
     ("distributed",),
     ("linalg",),
     ("predictive",),

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from laplace import Laplace, curvature, likelihoods, priors, structures, weights
-from laplace.checks import NamedOptions
 from laplace.curvature import GGN, MC, Sketch
 from laplace.errors import ArgumentError, CheckpointError, InputError, OptionError, UnsupportedError
+from laplace.keywords import NamedOptions
 from laplace.priors import CorrelatedGaussian, GaussianPrior, SmoothedLaplace, StudentT, from_log_density
 from networks import cut, make
 

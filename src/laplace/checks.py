@@ -6,19 +6,15 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from laplace.errors import ArgumentError, OptionError
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from laplace.errors import OptionError
 
 MANY: Final = 2**31 - 1  # upper limit for anything that is drawn, run or stored
 LARGEST: Final = 2**63 - 1  # upper limit for counters and seeds
@@ -130,60 +126,6 @@ def shown(value: object) -> str:
     """Return the repr of a value for an error message, cut to one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-class _Signature:
-    """Is the signature of a class: that of its `__init__`, which a `__new__` would hide."""
-
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        whole = inspect.signature(owner.__init__)
-        own = owner.__init__ is not object.__init__
-        return whole.replace(parameters=list(whole.parameters.values())[1:] if own else [])
-
-
-class NamedOptions:
-    """Makes the constructor of a part refuse an unknown keyword, and name the nearest one.
-
-    Type checkers see the constructor as it was written, so that they find the typo, too.
-    """
-
-    if not TYPE_CHECKING:
-        __signature__ = _Signature()
-
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            _refuse_unknown(kwargs, cls.__init__, cls.__name__)
-            return super().__new__(cls)
-
-
-def named_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function refuse an unknown keyword likewise."""
-
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _refuse_unknown(kwargs, function, function.__name__)
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _refuse_unknown(kwargs: Mapping[str, Any], function: Any, called: str) -> None:
-    if kwargs and (known := _keywords_of(function)) is not None:
-        for name in kwargs:
-            if name not in known:
-                hint = did_you_mean(name, known) or f" See help({called})."
-                raise ArgumentError(f"{called} has no option {name!r}.{hint}")
-
-
-@cache
-def _keywords_of(function: Any) -> list[str] | None:
-    """Return the keywords that a function or a constructor takes. None if it takes any."""
-    if function is object.__init__:
-        return []
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return named[1:] if function.__name__ == "__init__" else named
 
 
 def options_of(part: Any) -> dict[str, Any]:

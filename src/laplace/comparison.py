@@ -19,12 +19,12 @@ from torch import Tensor
 
 from laplace.checks import choice, shown
 from laplace.errors import OptionError, UnsupportedError
+from laplace.keywords import refuse_unknown_keywords
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood, Targets
 from laplace.linalg.autocast import plain
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.spec import refuse_unknown_keywords
 from laplace.tuning.loo import LeaveOneOut, sample_size
 from laplace.tuning.problem import how_scored, validation_of
 from laplace.tuning.scores import Predicted

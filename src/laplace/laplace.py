@@ -30,6 +30,7 @@ from laplace.inference.runner import Runner
 from laplace.inference.source import outputs_of
 from laplace.inference.summary import summary
 from laplace.inference.values import Values
+from laplace.keywords import checked_before
 from laplace.likelihoods import Likelihood
 from laplace.network.replica import require_values
 from laplace.network.wrappers import unwrapped
@@ -37,7 +38,7 @@ from laplace.posterior.posterior import Fit
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
 from laplace.serving import module as serving
-from laplace.spec import STRUCTURE_OPTIONS, Spec, checked_before, name_of_backend
+from laplace.spec import STRUCTURE_OPTIONS, Spec, name_of_backend
 from laplace.structures import Structure
 from laplace.tuning import calibration as calibrating
 from laplace.tuning import calls as tuning

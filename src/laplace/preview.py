@@ -26,13 +26,14 @@ from laplace.errors import InputError, LaplaceError, OptionError
 from laplace.inference.accumulate_spread import require_spreadable
 from laplace.inference.shared import require_divisible
 from laplace.inference.targets import counted
+from laplace.keywords import refuse_unknown_keywords
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plain
 from laplace.network.batches import device_of, split
 from laplace.network.datasets import loader_of
 from laplace.network.loaders import dataloader_of
-from laplace.spec import PlanOptions, refuse_unknown_keywords
+from laplace.spec import PlanOptions
 from laplace.structures import STRUCTURES, Structure
 from laplace.structures.blockdiag import BlockDiagonal
 from laplace.structures.functional import FUNCTIONAL

@@ -9,18 +9,16 @@ Both calls mean the same. laplace-torch's names are accepted, too.
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Final, ParamSpec, TypedDict, TypeVar
+from typing import Any, Final, TypedDict
 
 from torch import Tensor, nn
 
 from laplace.budget import Budget
-from laplace.checks import choice, did_you_mean, shown, unchanged, whole_number
+from laplace.checks import choice, shown, unchanged, whole_number
 from laplace.curvature import CURVATURES, GGN, Drawn, Estimator
-from laplace.errors import ArgumentError, ModelError, OptionError, UnsupportedError
+from laplace.errors import OptionError, UnsupportedError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.network.inputs import Keys
 from laplace.predictive.positions import class_dim_of
@@ -42,18 +40,7 @@ STRUCTURE_OPTIONS: Final[dict[str, Any]] = {  # the defaults
     "inducing": "random",
     "inducing_steps": 0,
 }
-_NEAR: Final = 0.75  # how like one of our keywords a keyword of the network may be, if no forward names it
-_ELSEWHERE: Final = {  # keywords that are looked for where they are not, and what to write
-    "collate_fn": "DataLoader(dataset, batch_size=32, collate_fn=...), and give that",
-    "outputs": (
-        "Laplace(AnswerTokens(model, token_ids), ...), from laplace.integrations.huggingface, if the logits of some "
-        "tokens alone are meant"
-    ),
-}
 _BACKENDS: Final = {"GGN": "ggn", "EF": "ef", "Hessian": "hessian"}
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class TrainingOptions(TypedDict, total=False):
@@ -310,137 +297,3 @@ def _of_backend(name: Any, backend: str | None, backend_kwargs: Mapping[str, Any
         kinds = ", ".join(map(repr, CURVATURES))
         raise OptionError(f"backend={backend} does not say which curvature. Write curvature= one of {kinds}.")
     return meant
-
-
-def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn a call with a wrong keyword, or without a needed argument, into an error that says what to write.
-
-    Type checkers see the function's own signature, so that they find the typo, too. If it ends with
-    `**options: Unpack[...]`, the keys of that TypedDict are allowed. If it ends with `**model_kwargs`, these go to the
-    network, and are refused once the network does not take them.
-    """
-    return _checked(function, _Call(function))
-
-
-def refuse_unknown_keywords_of(owner: str, instead: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return the same decorator for a function that users call by the name `owner`, not on a `Laplace`.
-
-    Args:
-        owner: The function as users write it.
-        instead: What to write for some unknown keywords.
-    """
-    return lambda function: _checked(function, _Call(function, owner, instead))
-
-
-def _checked(function: Callable[P, R], call: _Call) -> Callable[P, R]:
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        strange = call.strange(kwargs) if kwargs else []
-        if strange:
-            call.refuse_near(strange, args)
-        try:
-            return function(*args, **kwargs)
-        except (ModelError, TypeError) as error:
-            if isinstance(error, TypeError):
-                call.check(args, kwargs)
-            for name in strange:
-                if f"unexpected keyword argument {name!r}" in str(error):
-                    raise call.refused(name, ", and the network takes no such keyword") from error
-            raise
-
-    return checked
-
-
-def checked_before(function: Callable[..., None], owner: str = "") -> Callable[..., Any]:
-    """Return a `__new__` that refuses the same for `__init__`, which stays the function that was written.
-
-    So libraries that read the names of its arguments find them. Copies and pickles, which call it without arguments,
-    are made without a check. `owner` is the class in messages, where that of the function is a base class.
-    """
-    call = _Call(function)
-    call.owner = owner or call.owner
-
-    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if (args or kwargs) and cls.__init__ is function:
-            call.check((cls, *args), kwargs)
-        return object.__new__(cls)
-
-    vars(__new__)["__signature__"] = inspect.signature(function)
-    return __new__
-
-
-class _Call:
-    """Knows the arguments of a function, and words the error about wrong ones."""
-
-    def __init__(
-        self, function: Callable[..., Any], owner: str | None = None, instead: Mapping[str, str] | None = None
-    ) -> None:
-        self.instead = _ELSEWHERE | dict(instead or {})
-        self.signature = inspect.signature(function)
-        parameters = list(self.signature.parameters.values())
-        self.known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        further = [str(p.annotation) for p in parameters if p.kind is p.VAR_KEYWORD]
-        self.passed_on = "Any" in further
-        self.known |= {key for annotation in further if annotation != "Any" for key in _unpacked(annotation)}
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.needed = [name for name in needed if name not in ("self", "cls")]
-        self.owner = function.__qualname__.removesuffix(".__init__")
-        if owner is not None:
-            self.owner, self.needed = owner, [p.name for p in parameters if p.default is p.empty]
-        elif parameters[0].kind is inspect.Parameter.POSITIONAL_ONLY:  # a function that is bound to the class
-            self.owner = f"Laplace.{self.owner}" if self.owner != "call" else "Laplace.__call__"
-
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call with wrong arguments."""
-        self.strange(kwargs)
-        try:
-            self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            write = f"Write {self.owner}({', '.join(self.needed)}); see help({self.owner})."
-            if "too many positional" in str(error) and self.needed[:1] == ["val_loader"]:
-                write = f"For inputs and labels write la.{self.owner.rpartition('.')[2]}((x, y)). {write}"
-            raise ArgumentError(f"{self.owner}: {error}. {write}") from None
-
-    def strange(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """Return the keywords that go to the network. Refuse others that are not known."""
-        strange = [name for name in kwargs if name not in self.known]
-        if strange and not self.passed_on:
-            raise self.refused(strange[0])
-        return strange
-
-    def refuse_near(self, strange: Sequence[str], args: tuple[Any, ...]) -> None:
-        """Refuse keywords that look like ours, if a network would swallow them in the `**kwargs` of its forward."""
-        network = getattr(args[0], "model", None) if args else None
-        near = [name for name in strange if did_you_mean(name, sorted(self.known), _NEAR)]
-        if not near or not isinstance(network, nn.Module) or not _swallows(network):
-            return
-        named = set[str]().union(*(_arguments(module) for module in network.modules()))
-        for name in near:
-            if name not in named:
-                inside = f" (If the network takes it, give it in the mapping: la({{**batch, {name!r}: ...}}).)"
-                error = self.refused(name, ", and no forward of the network names such a keyword")
-                raise ArgumentError(f"{error}{inside}")
-
-    def refused(self, name: str, where: str = "") -> ArgumentError:
-        """Return the error about an unknown keyword."""
-        near = did_you_mean(name, sorted(self.known - {"self"})) or f" See help({self.owner})."
-        hint = f" Write {self.instead[name]}." if name in self.instead else near
-        return ArgumentError(f"{self.owner} has no option {name!r}{where}.{hint}")
-
-
-def _arguments(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # a forward that is no function of Python
-        return {}
-
-
-def _swallows(network: nn.Module) -> bool:
-    """Return whether a network's forward takes any keyword."""
-    return any(p.kind is p.VAR_KEYWORD for p in _arguments(network).values())
-
-
-def _unpacked(annotation: str) -> Iterable[str]:
-    """Return the keys of the TypedDict in `Unpack[...]`."""
-    kinds = {made.__name__: made for made in (TrainingOptions, PlanOptions)}
-    return kinds[annotation.removeprefix("Unpack[").removesuffix("]")].__annotations__

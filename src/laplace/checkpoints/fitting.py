@@ -20,10 +20,10 @@ from laplace.distributed.together import jointly
 from laplace.inference.fit import fit as sums_of
 from laplace.inference.settings import require_same_settings
 from laplace.inference.values import Holder
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.network.datasets import doubts_about
 from laplace.network.loaders import training_data
-from laplace.spec import refuse_unknown_keywords
 
 Fits = TypeVar("Fits", bound=Holder)
 

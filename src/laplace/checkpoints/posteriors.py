@@ -33,6 +33,7 @@ from laplace.errors import CheckpointError, LaplaceError, OptionError, Unsupport
 from laplace.inference.runner import Runner
 from laplace.inference.settings import require_same_settings
 from laplace.inference.source import Fitted
+from laplace.keywords import refuse_unknown_keywords
 from laplace.likelihoods import LIKELIHOODS, Likelihood, likelihood_named
 from laplace.network import digests
 from laplace.network.batches import device_of
@@ -41,7 +42,7 @@ from laplace.network.wrappers import unwrapped
 from laplace.posterior.posterior import Fit
 from laplace.priors import PRIORS, Prior
 from laplace.priors.custom import Custom
-from laplace.spec import STRUCTURE_OPTIONS, refuse_unknown_keywords, structure_named
+from laplace.spec import STRUCTURE_OPTIONS, structure_named
 from laplace.structures import STRUCTURES, Structure
 from laplace.structures.functional import FUNCTIONAL
 from laplace.weights import All, Choice, LastLayer, Named, Subnetwork, Subset, Where

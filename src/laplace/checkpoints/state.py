@@ -18,6 +18,7 @@ from laplace.errors import InputError, LaplaceError, NumericalError, Unsupported
 from laplace.inference.runner import Runner
 from laplace.inference.source import Fitted
 from laplace.inference.values import Holder, Values
+from laplace.keywords import refuse_unknown_keywords
 from laplace.network.batches import Batch
 from laplace.network.inputs import Inputs
 from laplace.network.replica import plain_name, unwrap
@@ -27,7 +28,7 @@ from laplace.posterior.task_prior import CurvedPrior, Earlier
 from laplace.priors import PRIORS, Prior
 from laplace.priors.custom import Custom
 from laplace.priors.gaussian import GaussianPrior
-from laplace.spec import Spec, refuse_unknown_keywords
+from laplace.spec import Spec
 from laplace.structures import Sums
 from laplace.structures.functional.points import Points
 from laplace.structures.owners import Owners

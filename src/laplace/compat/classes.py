@@ -23,9 +23,9 @@ from laplace.compat.matrix import Kron, KronDecomposed
 from laplace.errors import OptionError
 from laplace.inference import inspection
 from laplace.inference import values as holding
+from laplace.keywords import refuse_unknown_keywords
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood, likelihood_named
-from laplace.spec import refuse_unknown_keywords
 from laplace.tuning.calls import method_named
 
 __all__ = [

@@ -22,13 +22,13 @@ from laplace.errors import InputError, OptionError, UnsupportedError, warn
 from laplace.inference.settings import require_same_settings
 from laplace.inference.shared import divided
 from laplace.inference.source import Source
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Keyed, seed_from
 from laplace.network.loaders import ArrayBatches
 from laplace.predictive.links import Link
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.reshape import PredictionAtPositions
-from laplace.spec import refuse_unknown_keywords
 from laplace.tuning.unsuitable import overlap
 
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from laplace.checks import NamedOptions, whole_number
+from laplace.checks import whole_number
+from laplace.keywords import NamedOptions
 from laplace.likelihoods.base import Likelihood
 from laplace.linalg.output_curvature import OutputCurvature
 

@@ -22,6 +22,7 @@ from laplace.decisions.arrays import inputs_for
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.blocks import joint_blocks, noise_variance
 from laplace.inference.source import FEWER, Answer, Source, scaled_outputs
+from laplace.keywords import refuse_unknown_keywords
 from laplace.likelihoods import Bernoulli
 from laplace.likelihoods.classes import OneOfSeveral
 from laplace.linalg.autocast import plainly
@@ -31,7 +32,6 @@ from laplace.network.datasets import is_shuffled
 from laplace.predictive.outputs import OutputSamples
 from laplace.predictive.queries import Functions
 from laplace.predictive.response import Latent
-from laplace.spec import refuse_unknown_keywords
 
 METHODS: Final = ("bald", "batch_bald", "epig", "entropy", "margin")
 _USE = "Take 'classification', 'binary' with one output, 'ordinal' or 'regression'."

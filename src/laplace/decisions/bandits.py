@@ -13,9 +13,9 @@ from laplace.errors import InputError, ModelError, UnsupportedError
 from laplace.inference.drawing import functional_samples
 from laplace.inference.predict import call
 from laplace.inference.source import Source, n_outputs_at
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.network.inputs import Inputs
-from laplace.spec import refuse_unknown_keywords
 
 RULES: Final = ("thompson", "ucb", "greedy")
 

@@ -13,8 +13,8 @@ from laplace.errors import UnsupportedError
 from laplace.inference.arguments import pred_type_named
 from laplace.inference.drawing import functional_samples
 from laplace.inference.source import Source
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.sampling import seed_from
-from laplace.spec import refuse_unknown_keywords
 
 
 @dataclass(frozen=True)

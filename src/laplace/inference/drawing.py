@@ -12,6 +12,7 @@ from torch import Tensor
 from laplace.checks import flag, generator_or_none, whole_number
 from laplace.inference.arguments import draws_asked, pred_type_named
 from laplace.inference.source import FEWER, Answer, Fitted, Part, Source
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.network.batches import given_by_name
 from laplace.network.inputs import Inputs
@@ -20,7 +21,6 @@ from laplace.predictive.outputs import OutputSamples
 from laplace.predictive.positions import Positions
 from laplace.predictive.queries import Functions, Variances
 from laplace.predictive.reshape import Reshaper
-from laplace.spec import refuse_unknown_keywords
 
 
 @refuse_unknown_keywords

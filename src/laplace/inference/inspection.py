@@ -13,9 +13,9 @@ from laplace.checks import flag, shown
 from laplace.errors import InputError, UnsupportedError
 from laplace.inference.coverage import Coverage, coverage_of
 from laplace.inference.source import Fitted
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plain, plainly
 from laplace.linalg.symmetric import Clipped
-from laplace.spec import refuse_unknown_keywords
 from laplace.structures import Curvature, Gaussian
 from laplace.structures.lowrank import Spectrum
 from laplace.structures.matrix_free_gaussian import MatrixFreeCurvature

@@ -25,6 +25,7 @@ from laplace.inference.one_input import at_one_input
 from laplace.inference.predict_shards import divided_inputs, in_step, marked, parts_in_order, same_draws
 from laplace.inference.settings import require_same_settings
 from laplace.inference.source import Answer, Source, n_outputs_at, scaled_outputs
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Draws
 from laplace.network.batches import given_by_name, prediction_batches
@@ -37,7 +38,6 @@ from laplace.predictive.prediction import Prediction
 from laplace.predictive.queries import Contrasts, Covariances, Functions, Joint, Query, Variances, with_covariances
 from laplace.predictive.reshape import PredictionAtPositions, Reshaper
 from laplace.predictive.response import Response
-from laplace.spec import refuse_unknown_keywords
 
 _MAX_COVARIANCE = 32  # with more outputs than this, `predict` computes covariances only if asked to
 

@@ -21,6 +21,7 @@ from laplace.checks import one_positive, positive, shown
 from laplace.errors import NotFittedError, OptionError, UnsupportedError
 from laplace.inference.rereading import Rereading
 from laplace.inference.runner import Runner
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.linalg.one_number import OneNumber
 from laplace.network.loaders import training_data as loader_of
@@ -28,7 +29,6 @@ from laplace.posterior.posterior import Fit, Posterior
 from laplace.posterior.task_prior import prior_of
 from laplace.priors import Prior
 from laplace.priors.gaussian import GaussianPrior, own
-from laplace.spec import refuse_unknown_keywords
 
 
 @dataclass(frozen=True)

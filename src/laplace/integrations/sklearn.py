@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from laplace.checks import flag, one_positive, shown, whole_number
 from laplace.errors import OptionError
 from laplace.integrations.training import network_of, train
+from laplace.keywords import checked_before
 from laplace.laplace import Laplace
 from laplace.network.arrays import dtype_of, tensor_of
-from laplace.spec import checked_before
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from laplace.checks import NamedOptions, changed_options, written
+from laplace.checks import changed_options, written
 from laplace.errors import InputError, OptionError
+from laplace.keywords import NamedOptions
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.predictive.response import Outputs, Response, rowwise
 

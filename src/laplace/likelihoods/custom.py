@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from laplace.checks import named_options
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
+from laplace.keywords import named_options
 from laplace.likelihoods.base import Likelihood
 from laplace.linalg.output_curvature import OutputCurvature
 from laplace.linalg.sampling import Draws

@@ -24,6 +24,7 @@ from laplace.distributed.together import jointly
 from laplace.errors import InputError, OptionError, UnsupportedError, warn
 from laplace.inference.settings import require_same_settings
 from laplace.inference.shared import divided, require_same_values
+from laplace.keywords import refuse_unknown_keywords
 from laplace.laplace import Laplace
 from laplace.likelihoods import Likelihood
 from laplace.online.bound import Bound
@@ -32,7 +33,7 @@ from laplace.online.schedule import Epochs, Schedule
 from laplace.online.training import Training, TrainingData
 from laplace.priors import Prior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.spec import TrainingOptions, refuse_unknown_keywords
+from laplace.spec import TrainingOptions
 from laplace.structures import Structure, per_weight
 from laplace.weights import Subset
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from laplace.checks import NamedOptions
 from laplace.errors import OptionError, UnsupportedError
+from laplace.keywords import NamedOptions
 from laplace.linalg.kronecker import Kronecker
 from laplace.linalg.symmetric import Clipped
 from laplace.structures import taking

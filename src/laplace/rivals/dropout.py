@@ -15,13 +15,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from laplace.checks import how_many, whole_number
 from laplace.errors import ModelError
+from laplace.keywords import checked_before
 from laplace.likelihoods import Likelihood
 from laplace.network.inputs import Inputs
 from laplace.network.replica import replicate
 from laplace.rivals.base import Options, network_of
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.members import Members
-from laplace.spec import checked_before
 
 _ALPHA = -1.7580993408473766  # what alpha dropout sets units to: minus the product of SELU's scale and alpha
 

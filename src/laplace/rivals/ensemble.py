@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from laplace.checks import shown
 from laplace.errors import OptionError
+from laplace.keywords import checked_before
 from laplace.likelihoods import Likelihood
 from laplace.network.inputs import Inputs
 from laplace.network.replica import replicate, require_values
 from laplace.rivals.base import Options
 from laplace.rivals.members import Members
-from laplace.spec import checked_before
 
 
 class Ensemble(Members):

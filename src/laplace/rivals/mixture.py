@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from laplace.checks import positive, shown
 from laplace.errors import InputError, OptionError
 from laplace.inference.source import Answer, Frame, Part, Source, scaled_outputs
+from laplace.keywords import checked_before
 from laplace.network.inputs import Inputs
 from laplace.predictive.mixtures import OutputMixture, Outputs, joined
 from laplace.predictive.outputs import OutputGaussian, OutputSamples
@@ -24,7 +25,6 @@ from laplace.predictive.reshape import Reshaper
 from laplace.rivals.base import Options, Rival
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.members import chosen_members
-from laplace.spec import checked_before
 
 
 class Member(Source, Protocol):

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from laplace.checks import how_many, one_positive, whole_number
 from laplace.errors import InputError, ModelError, NotFittedError, OptionError
+from laplace.keywords import checked_before
 from laplace.likelihoods import Likelihood
 from laplace.linalg.autocast import plainly
 from laplace.network.batches import training_batches
@@ -28,7 +29,6 @@ from laplace.rivals.base import Options, network_of
 from laplace.rivals.ensemble import weights_of
 from laplace.rivals.iterates import Moments, flat, iterates
 from laplace.rivals.members import Members
-from laplace.spec import checked_before
 from laplace.weights.selection import trainable_of
 
 

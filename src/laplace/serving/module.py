@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from laplace.checks import LARGEST, choice, shown, whole_number
 from laplace.errors import ModelError, OptionError, UnsupportedError
 from laplace.inference.predict import predict
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.linalg.tracing import are_numbers, is_plain
 from laplace.network.inputs import Keys, logits
@@ -26,7 +27,6 @@ from laplace.serving.network import with_features
 from laplace.serving.onnx import write_onnx
 from laplace.serving.predictive import OUTPUTS, Predictive
 from laplace.serving.row import ServedRow
-from laplace.spec import refuse_unknown_keywords
 from laplace.weights import FoundLastLayer
 
 _TOLERANCE = 1e-3  # of the comparison with an example, relative to the largest value

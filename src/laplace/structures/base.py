@@ -22,8 +22,9 @@ from torch import Tensor
 
 from laplace.backprop.gradients import Engine, Forward, Moments
 from laplace.budget import Budget
-from laplace.checks import NamedOptions, changed_options, options_of, written
+from laplace.checks import changed_options, options_of, written
 from laplace.errors import UnsupportedError
+from laplace.keywords import NamedOptions
 from laplace.linalg.gram_sums import GramRows
 from laplace.structures.gaussian import Curvature as Curvature
 from laplace.structures.gaussian import Gaussian as Gaussian

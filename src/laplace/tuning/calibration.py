@@ -18,6 +18,7 @@ from laplace.errors import LaplaceError, OptionError, UnsupportedError, warn
 from laplace.evaluation.calibration import binned
 from laplace.inference.linearised import through_link
 from laplace.inference.settings import require_same_settings
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.network.loaders import held_out_batches
 from laplace.posterior.posterior import Posterior
@@ -25,7 +26,6 @@ from laplace.posterior.task_prior import CurvedPrior
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 from laplace.priors.gaussian import GaussianPrior
-from laplace.spec import refuse_unknown_keywords
 from laplace.tuning.calibrated import Calibrated, Calibration, Gain
 from laplace.tuning.calls import Tunable
 from laplace.tuning.held_out import NETWORK, HeldOut, Setting

@@ -16,10 +16,10 @@ from laplace.distributed.together import joined, jointly
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
 from laplace.inference.settings import require_same_results, require_same_settings
+from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link
-from laplace.spec import refuse_unknown_keywords
 from laplace.tuning import methods, result
 from laplace.tuning.auto import looked_at
 from laplace.tuning.methods import ByEvidence, Method

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.checks import NamedOptions, did_you_mean, options_of, shown, written
+from laplace.checks import did_you_mean, options_of, shown, written
 from laplace.errors import ModelError, OptionError, UnknownNameError
+from laplace.keywords import NamedOptions
 from laplace.network.inputs import Inputs
 from laplace.network.pieces import detached, whole
 from laplace.network.replica import plain_name, unwrap

@@ -17,9 +17,9 @@ from laplace.evaluation.report.result import Report, page_path
 from laplace.evaluation.report.shelves import Show
 from laplace.evaluation.report.verdicts import Thresholds
 from laplace.inference.source import Source
+from laplace.keywords import refuse_unknown_keywords_of
 from laplace.linalg.autocast import plainly
 from laplace.network.arrays import is_array
-from laplace.spec import refuse_unknown_keywords_of
 
 FORMAT: Final = 1  # of the JSON
 _INSTEAD: Final = {
