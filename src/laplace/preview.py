@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from laplace.backprop.network import Network, NetworkMoments
+from laplace.backprop.network import Network
+from laplace.backprop.network_moments import NetworkMoments
 from laplace.budget import in_bytes
 from laplace.checks import LARGEST, choice, flag, how_many, shown, whole_number
 from laplace.curvature import Estimator

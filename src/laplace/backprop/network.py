@@ -22,15 +22,15 @@ from laplace.backprop.audit import EXAMPLES, kept_plan, lifting_changes_nothing,
 from laplace.backprop.hessian import HessianMoments
 from laplace.backprop.hessian_audit import require_hessian
 from laplace.backprop.inner import LastCall, last_call
+from laplace.backprop.network_moments import NetworkMoments, examples_beside
 from laplace.backprop.plan import Learned, Plan, zeros_for
 from laplace.backprop.record import NotSeen, Recorded, Recorder
 from laplace.backprop.sending import sent_back
 from laplace.backprop.twice import twice_differentiable
-from laplace.backprop.uses import NetworkJacobian, NoUse, Use, along, split
+from laplace.backprop.uses import NetworkJacobian, NoUse, Use
 from laplace.budget import LARGE, Budget, give_back_freed_memory
 from laplace.errors import ModelError, quiet
 from laplace.linalg.output_curvature import OutputCurvature
-from laplace.linalg.symmetric import gram, in_sums, precise_gram
 from laplace.network.inputs import Inputs
 from laplace.network.pieces import whole
 from laplace.predictive.positions import Positions
@@ -320,7 +320,7 @@ class NetworkForward:
         return self._jacobian_of([own.get(name, use) for name, use in zip(names, uses, strict=True)])
 
     def _jacobian_of(self, uses: Sequence[Any]) -> NetworkJacobian:
-        return NetworkJacobian(uses, lambda: _parts(uses, self.network))
+        return NetworkJacobian(uses, lambda: examples_beside(uses, self.network))
 
     def linearised(self, steps: Tensor) -> Tensor:  # (S, P) -> (S, N, C)
         """Return J step."""
@@ -431,50 +431,6 @@ class NetworkForward:
         return several and (True not in seconds or (False in seconds and seconds[True] <= seconds[False]))
 
 
-class NetworkMoments:
-    """Computes second moments of all parameters, for some vectors."""
-
-    held = 2**62  # a batch's graph and gradients are not kept for later
-
-    def __init__(self, parameters: list[Use], network: Network) -> None:
-        self.parameters, self.network = parameters, network
-
-    def merged(self, others: Sequence[Any]) -> NetworkMoments:
-        raise NotImplementedError("moments of several runs cannot be merged")
-
-    def gram(self) -> Tensor:  # (P, P)
-        total = None
-        for rows in _rows(self.parameters, self.network):
-            term = precise_gram(rows.flatten(0, 1))
-            total = term if total is None else total.add_(term)
-        assert total is not None
-        return total
-
-    def products(self, vectors: Tensor) -> Tensor:  # (S, P) -> (S, P)
-        """Return H times each vector: coefficients <G, u>, sent back, some examples at a time."""
-        vectors, n = in_sums(vectors.to(self.parameters[0].g)), self.parameters[0].shape[1]
-        each = sum(use.load(len(vectors)) for use in self.parameters)
-        step = self.network.budget.count(self.network.item_size * each, share=0.25)
-        total = None
-        for start in range(0, n, step):
-            part = slice(start, min(start + step, n))
-            uses = [use.settled(part) for use in self.parameters]
-            if vectors.dtype == torch.float64:  # their sum is: directions that it lacks must be zero here, too
-                uses = [use.double() for use in uses]
-            coefficients = along(uses, split(vectors, uses))
-            term = torch.cat([use.back(coefficients) for use in uses], 1)
-            total = term if total is None else total.add_(term)
-        assert total is not None
-        return total
-
-    def gram_along(self, steps: Sequence[Tensor]) -> Tensor:  # (r, r)
-        uses = [use.double() for use in self.parameters] if steps[0].dtype == torch.float64 else self.parameters
-        return gram(along(uses, steps).flatten(1).T.double())
-
-    def trace(self) -> Tensor:
-        return torch.stack([use.double().trace() for use in self.parameters]).sum()
-
-
 def _one_by_one(plan: Plan) -> bool:
     """Return whether it was found to be cheaper to send vectors back one by one."""
     return plan.seconds.get(False, math.inf) < plan.seconds.get(True, math.inf)
@@ -493,18 +449,3 @@ def _joined(parts: list[Tensor | None]) -> Tensor | None:
     """Concatenate the gradients of several groups of vectors. Returns None if there are none."""
     there = [part for part in parts if part is not None]
     return torch.cat(there) if len(there) > 1 else there[0] if there else None
-
-
-def _rows(uses: list[Use], network: Network) -> Iterator[Tensor]:
-    """Yield the gradients of all parameters side by side, (K, n, P), for some examples at a time."""
-    for part in _parts(uses, network):
-        yield torch.cat([use.contracted(part) for use in uses], 2)
-
-
-def _parts(uses: Sequence[Any], network: Network) -> Iterator[slice]:
-    """Yield slices of examples for which the gradients of all parameters fit side by side."""
-    k, n, _ = uses[0].shape
-    width = sum(use.shape[2] for use in uses)
-    step = network.budget.count((network.item_size + 8) * k * width, share=0.25)  # 8 bytes: their copy in float64
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
