@@ -185,6 +185,35 @@ def test_a_pair_of_tokens_with_themselves_is_refused():
     assert la.loss == pytest.approx(whole.loss)
 
 
+@pytest.mark.parametrize("kind", ["pair", "mapping", "pair of a mapping"])
+def test_tokens_as_their_own_labels_are_refused_if_a_network_without_a_loss_predicts_the_next(kind):
+    class Wrapped(nn.Module):
+        """A language model as laplace-torch's users wrap it: logits alone. After each token comes the next number."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(V, V), nn.Linear(V, V, bias=False)
+            with torch.no_grad():
+                self.embed.weight.copy_(torch.eye(V))
+                self.head.weight.copy_(4 * torch.eye(V).roll(1, 0))
+
+        def forward(self, input_ids: Any) -> Tensor:
+            ids = input_ids["input_ids"] if isinstance(input_ids, dict) else input_ids
+            return self.head(self.embed(ids))
+
+    torch.manual_seed(0)
+    ids = (torch.arange(T) + torch.randint(V, (N, 1))) % V
+    mapping = {"input_ids": ids}
+    batch = {"pair": (ids, ids), "mapping": mapping | {"labels": ids}, "pair of a mapping": (mapping, ids)}[kind]
+    with pytest.raises(InputError, match=r"batch 0: the labels are the inputs .* next token better .* x\[:, 1:\]"):
+        Laplace(Wrapped(), "classification").fit([batch])
+    ready = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    Laplace(Wrapped(), "classification").fit([mapping | {"labels": ready}])
+    tagger = Wrapped()
+    tagger.head.weight = nn.Parameter(4 * torch.eye(V))  # repeats its tokens: what the labels say
+    Laplace(tagger, "classification").fit([batch])
+
+
 def test_labels_that_are_the_next_tokens_already_are_not_shifted_again():
     model, batch = made()
     ready = batch | {"labels": by_hand(batch | {"labels": batch["input_ids"]})}

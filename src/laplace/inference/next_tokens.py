@@ -2,7 +2,9 @@
 
 A model of transformers takes the labels with its inputs and shifts them inside its loss; its logits are not shifted.
 So its loss says how the labels are meant: if a network returns a loss, the first batch is compared with it, and labels
-are shifted as the network does. Labels given apart from the inputs, in pairs `(inputs, labels)`, are never shifted.
+are shifted as the network does. Labels given apart from the inputs, in pairs `(inputs, labels)`, are never shifted, and
+neither are those of a network without a loss. Labels that are the tokens themselves are refused there, if the logits
+clearly explain the next tokens better.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from laplace.errors import InputError
+from laplace.errors import InputError, LaplaceError
 from laplace.inference.own_loss import EXAMPLES, OwnLoss, close, losses
 from laplace.likelihoods.base import IGNORED, Likelihood
 from laplace.likelihoods.categorical import Categorical
 from laplace.network.batches import Batch
+from laplace.network.inputs import Inputs
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_CLEARLY = 4.0  # standard errors by which the next tokens must be explained better
 _AS_GIVEN = "To decide yourself, give pairs (inputs, labels): their labels are not shifted."
 
 
@@ -59,9 +63,8 @@ def are_shifted(
 
 def refuse_tokens_themselves(batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None) -> None:
     """Refuse a pair (tokens, the same tokens as labels) if the network predicts the next tokens."""
-    x, keys = batch.inputs.x, batch.inputs.keys
-    tokens = x.get(keys.x) if isinstance(x, Mapping) else x
-    if _equal(batch.y, tokens) and _network_shifts(batch, model, likelihood, class_dim, lambda _: None):
+    keys = batch.inputs.keys
+    if _equal(batch.y, _tokens(batch.inputs)) and _network_shifts(batch, model, likelihood, class_dim, lambda _: None):
         raise InputError(
             f"batch {batch.index}: the labels are the inputs themselves, and this network's own loss shifts them: each "
             "logit predicts the next token. Labels in a pair are not shifted: write (x[:, :-1], x[:, 1:]), or a "
@@ -72,7 +75,11 @@ def refuse_tokens_themselves(batch: Batch, model: nn.Module, likelihood: Likelih
 def _network_shifts(
     batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None, warn: Callable[[str], None]
 ) -> bool | None:
-    """Return whether the network's own loss compares logits with the next labels, or None if no label counts."""
+    """Return whether the network's own loss compares logits with the next labels, or None if no label counts.
+
+    Raises:
+        InputError: the network has no loss, but predicts the next tokens, and the labels are the tokens themselves.
+    """
     if not isinstance(likelihood, Categorical) or batch.y.dtype not in _WHOLE:
         return False
     if class_dim is None or batch.y.dim() != 2 or batch.y.shape[1] < 2:
@@ -86,12 +93,50 @@ def _network_shifts(
     with torch.inference_mode(False), torch.no_grad():
         found = own(y)
         if found is None:
+            _refuse_unless_explained(batch, y, own, class_dim)
             return False
         loss, f = found
-        f = f.movedim(class_dim, -1) if -f.dim() <= class_dim < f.dim() else f
-        if f.dim() != 3 or f.shape[:2] != y.shape or bool((((y < 0) & (y != IGNORED)) | (y >= f.shape[2])).any()):
-            return False  # the error is raised later, where labels are checked
-        return _later(loss, f, y, own, likelihood, warn)
+        f = _by_position(f, y, class_dim)
+        return False if f is None else _later(loss, f, y, own, likelihood, warn)
+
+
+def _by_position(f: Tensor, y: Tensor, class_dim: int) -> Tensor | None:  # (N, T, C)
+    """Return the logits with classes last; None if labels do not fit, which is an error where they are checked."""
+    f = f.movedim(class_dim, -1) if -f.dim() <= class_dim < f.dim() else f
+    if f.dim() != 3 or f.shape[:2] != y.shape or bool((((y < 0) & (y != IGNORED)) | (y >= f.shape[2])).any()):
+        return None
+    return f
+
+
+def _refuse_unless_explained(batch: Batch, y: Tensor, own: OwnLoss, class_dim: int) -> None:
+    """Refuse labels that are the tokens themselves, if the logits of a network without a loss predict the next ones."""
+    tokens = _tokens(own.inputs)
+    if not _equal(y, tokens):
+        return
+    try:
+        f = _by_position(own.outputs(), y, class_dim)
+    except LaplaceError:
+        return  # raised again by the run itself
+    if f is None:
+        return
+    both = (y[:, :-1] != IGNORED) & (y[:, 1:] != IGNORED)
+    log_p = f[:, :-1][both].double().log_softmax(-1)
+    here, later = (-log_p.gather(1, labels[both].long().unsqueeze(1)).squeeze(1) for labels in (y[:, :-1], y[:, 1:]))
+    gain = here - later  # by token, in nats
+    if len(gain) < 2 or not gain.mean() > _CLEARLY * gain.std() / len(gain) ** 0.5:
+        return
+    keys = batch.inputs.keys
+    raise InputError(
+        f"batch {batch.index}: the labels are the inputs themselves, but the logits explain the next token better "
+        f"({float(later.mean()):.3g} nats a token) than the token itself ({float(here.mean()):.3g}), as those of a "
+        "language model do. The network returns no loss that would say so: give each position the label of the next. "
+        f"Write (x[:, :-1], x[:, 1:]), or batch[{keys.y!r}] = nn.functional.pad(x[:, 1:], (0, 1), value={IGNORED})."
+    )
+
+
+def _tokens(inputs: Inputs) -> Any:
+    """Return the main input."""
+    return inputs.x.get(inputs.keys.x) if isinstance(inputs.x, Mapping) else inputs.x
 
 
 def _at_positions(f: Tensor, y: Tensor, likelihood: Likelihood) -> list[Tensor]:  # (N, T, C), (N, T)

@@ -54,6 +54,11 @@ class OwnLoss:
         except Exception:  # a network that takes no labels may raise anything
             return None
 
+    def outputs(self) -> Tensor:
+        """Return the logits of all inputs, run without labels."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.inputs.copied().call(self.model)
+
 
 def compare(
     batch: Batch, model: nn.Module, likelihood: Likelihood, class_dim: int | None, warn: Callable[[str], None]
