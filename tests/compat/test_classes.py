@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import laplace
 from laplace import Laplace
 from laplace.curvature import AsdlEF, CurvlinopsGGN
-from laplace.errors import OptionError
+from laplace.errors import LaplaceWarning, OptionError
 from laplace.utils import Kron, KronDecomposed
 
 torch.manual_seed(0)
@@ -116,6 +118,56 @@ def test_a_class_may_be_subclassed():
     assert float(la.prior_precision) == 3.0
     assert isinstance(la, laplace.DiagLaplace)
     assert not isinstance(laplace.DiagLaplace(network(), "regression"), Mine)
+
+
+def test_a_subclass_whose_methods_nothing_here_calls_is_warned_of():
+    with pytest.warns(LaplaceWarning, match=r"Fixed overrides functional_variance, sample\. .*write a structure"):
+
+        class Fixed(laplace.DiagLaplace):
+            def sample(self, n_samples=100, generator=None):
+                return self.mean.expand(n_samples, -1)
+
+            def functional_variance(self, Js):
+                return torch.ones(len(Js), Js.shape[1], Js.shape[1])
+
+    la = Fixed(network(), "regression").fit(REGRESSION)
+    assert not la.sample(3).var(0).any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        class Counting(laplace.DiagLaplace):
+            def fit(self, train_loader, **options):
+                self.fits = getattr(self, "fits", 0) + 1
+                return super().fit(train_loader, **options)
+
+
+def test_ella_scores_and_tunes_on_validation_data():
+    la = laplace.ELLA(network(), "regression", 11, 8, 0.5, 2.0)
+    la.fit(REGRESSION, val_loader=REGRESSION, val_steps=3)
+    (score,) = la.fit_history_["val_nll"]
+    rows = [la.predict(x).distribution.log_prob(y).sum() for x, y in REGRESSION]
+    assert score == pytest.approx(-float(sum(rows)) / 11)
+    la.optimize_hyperparameters(REGRESSION, [0.1, (3.0, 0.7), (torch.tensor(50.0), 4.0)])
+    tried = la.fit_history_["tuning"]
+    assert [(each["prior_precision"], each["sigma_noise"]) for each in tried] == [
+        (pytest.approx(0.1), 0.5),
+        (3.0, pytest.approx(0.7)),
+        (50.0, 4.0),
+    ]
+    best = min(tried, key=lambda each: each["val_nll"])
+    assert (float(la.prior_precision), float(la.sigma_noise)) == (best["prior_precision"], best["sigma_noise"])
+    with pytest.raises(ValueError, match="0 values of the grid"):
+        la.optimize_hyperparameters(REGRESSION, [])
+    with pytest.raises(OptionError, match="balanced=True is not available"):
+        la.fit(REGRESSION, balanced=True)
+
+
+def test_options_may_be_given_by_their_enums():
+    approximation = laplace.FunctionalApproximation.VARIATIONAL
+    la = Laplace(network(), "regression", "all", "gp", functional_approximation=approximation, n_subset=3)
+    assert isinstance(la, laplace.VaLLA)
+    la = Laplace(network(), "classification").fit(CLASSIFICATION)
+    torch.testing.assert_close(la(X, link_approx=laplace.LinkApprox.ONE_VS_REST), la.predict(X).mean)
 
 
 def test_hyperparameters_have_laplace_torchs_shapes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from laplace import Laplace, utils
 from laplace.errors import InputError, OptionError
+from laplace.utils.subnetmask import ScoreBasedSubnetMask
 
 torch.manual_seed(0)
 
@@ -141,3 +144,39 @@ def test_swag_variances():
     assert variance.shape == (4,)
     assert (variance > 0).all()
     assert torch.equal(model.weight, before)
+
+
+def test_swag_variances_are_those_of_torchs_sgd():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1).double(), torch.randn(10, 3).double()
+    copied = copy.deepcopy(model)
+    sgd = torch.optim.SGD(copied.parameters(), lr=0.05, momentum=0.8, weight_decay=0.1)
+    seen = []
+    for _ in range(6):
+        sgd.zero_grad()
+        (0.5 * (copied(x) - x[:, :1]).square().sum(1).mean()).backward()
+        sgd.step()
+        seen.append(nn.utils.parameters_to_vector(copied.parameters()).detach())
+    found = utils.fit_diagonal_swag_var(model, [(x, x[:, :1])], nn.MSELoss(), 6, 1, 0.05, 0.8, 0.1, 1e-30)
+    torch.testing.assert_close(found, torch.stack(seen).var(0, correction=0))
+
+
+def test_selectors_of_laplace_torchs_users_select():
+    class Small(ScoreBasedSubnetMask):
+        def compute_param_scores(self, train_loader):
+            return -self.parameter_vector.abs()
+
+    class Even(utils.SubnetMask):
+        def get_subnet_mask(self, train_loader):
+            return (torch.arange(len(self.parameter_vector)) % 2 == 0).long()
+
+    model = nn.Linear(3, 2)
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert torch.equal(Small(model, 3).select(), weights.abs().topk(3, largest=False).indices.sort().values)
+    assert Even(model).select().tolist() == [0, 2, 4, 6]
+    mask = utils.LargestMagnitudeSubnetMask(model, 2).get_subnet_mask(None)
+    assert mask.nonzero().flatten().tolist() == weights.abs().topk(2).indices.sort().values.tolist()
+    with pytest.raises(ValueError, match=r"shape \(8,\)"):
+        Even(model).convert_subnet_mask_to_indices(torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="integers 0 and 1"):
+        Even(model).convert_subnet_mask_to_indices(torch.full((8,), 0.5))

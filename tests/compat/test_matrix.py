@@ -102,3 +102,9 @@ def test_wrong_operands_are_refused():
     with pytest.raises(InputError, match="give \\(P,\\)"):
         kron.bmm(torch.ones(1, 1, 1, P))
     assert isinstance(kron.decompose(), KronDecomposed)
+
+
+def test_what_is_added_may_stand_in_front():
+    kron = Kron([[torch.eye(2), torch.eye(3)], [torch.eye(2)]])
+    decomposed, deltas = kron.decompose(), torch.tensor([1.0, 2.0])
+    torch.testing.assert_close((deltas + decomposed).to_matrix(), (decomposed + deltas).to_matrix())

@@ -99,7 +99,7 @@ def test_swag_scores_are_the_variance_of_the_iterates_of_sgd(given):
         if epoch % 2:
             iterates.append(flat(copy).clone())
     expected = torch.stack(iterates).var(0, unbiased=False)
-    close(mask.scores(loader), expected)
+    close(mask.compute_param_scores(loader), expected)
     assert torch.equal(mask.select(loader), expected.topk(10).indices.sort().values)
 
 

@@ -15,6 +15,7 @@ from laplace.compat import (
     masks,
     matrix,
     metrics,
+    overrides,
     swag,
     tensors,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "masks",
     "matrix",
     "metrics",
+    "overrides",
     "swag",
     "tensors",
 ]

@@ -118,6 +118,8 @@ class CurvatureInterface:
             Js = Js[..., self.subnetwork_indices]
         return (Js, f) if enable_backprop else (Js.detach(), f.detach())
 
+    functorch_jacobians = jacobians
+
     def last_layer_jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return the Jacobians (N, C, P) in the last layer's weights, and the outputs (N, C).
 

@@ -20,6 +20,7 @@ from laplace.compat import attributes
 from laplace.compat.feature_extractor import FeatureExtractor
 from laplace.compat.kept_factors import factors_of, precision_of, sums_of
 from laplace.compat.matrix import Kron, KronDecomposed
+from laplace.compat.overrides import warn_of_overrides
 from laplace.errors import OptionError
 from laplace.inference import inspection
 from laplace.inference import values as holding
@@ -95,6 +96,10 @@ class BaseLaplace(Laplace, metaclass=Combination):
     _stands_for: ClassVar[Any] = stands_for()
     _parts: ClassVar[tuple[str, str] | None] = None  # weights and structure, as `Laplace` takes them
     _order: ClassVar[tuple[str, ...]] = (*VALUES, "enable_backprop", *KEYS, "backend", "backend_kwargs")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        warn_of_overrides(cls)
 
     def __init__(self, model: nn.Module, likelihood: Any, *args: Any, **options: Any) -> None:
         cls = type(self)

@@ -39,6 +39,7 @@ class FunctionalApproximation(_Name):
 
     SOD = "sod"
     NYSTROM = "nystrom"
+    VARIATIONAL = "variational"
 
 
 class Curvature(_Name):
@@ -77,6 +78,7 @@ class LinkApprox(_Name):
     """Names the approximations of the mean of the inverse link. Each likelihood has some of them."""
 
     PROBIT = "probit"
+    ONE_VS_REST = "one_vs_rest"
     MC = "mc"
     BRIDGE = "bridge"
     BRIDGE_NORM = "bridge_norm"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -96,10 +98,70 @@ class ELLA(BaseFunctionalLaplace):
         *("backend", "backend_kwargs", "seed"),
     )
 
+    def __init__(self, model: nn.Module, likelihood: Any, *args: Any, **options: Any) -> None:
+        super().__init__(model, likelihood, *args, **options)
+        self.fit_history_: dict[str, list[Any]] = {"val_nll": [], "tuning": []}
+
     @classmethod
     def _renamed(cls, options: dict[str, Any]) -> dict[str, Any]:
         named = {_OF_ELLA.get(name, name): value for name, value in options.items()}
         return {"functional_approximation": "nystrom", **named}
+
+    def fit(  # type: ignore[override]
+        self,
+        train_loader: Any,
+        *,
+        val_loader: Any = None,
+        val_steps: int | None = None,
+        balanced: bool = False,
+        progress_bar: bool | None = None,
+    ) -> ELLA:
+        """Fit to all data, in directions that are found on a subset of it.
+
+        Args:
+            train_loader: batches, which are read twice.
+            val_loader: batches for the negative log-likelihood in `fit_history_`.
+            val_steps: accepted and not needed: the score is taken once, of the result.
+            balanced: True is refused: the subset is drawn from all classes alike.
+            progress_bar: whether one is shown.
+
+        Returns:
+            The object itself.
+        """
+        if balanced:
+            raise OptionError("balanced=True is not available: the subset is drawn uniformly. Leave it out.")
+        Laplace.fit(self, train_loader, progress_bar=progress_bar)
+        self.fit_history_ = {"val_nll": [], "tuning": []}
+        if val_loader is not None:
+            self.fit_history_["val_nll"].append(_score(self, val_loader))
+        return self
+
+    def optimize_hyperparameters(self, val_loader: Any, grid: Iterable[Any]) -> None:
+        """Set the prior precision, and the noise, to the pair of a grid with the lowest score on validation data.
+
+        Args:
+            val_loader: batches for the negative log-likelihood, which is kept in `fit_history_["tuning"]`.
+            grid: prior precisions, or pairs (prior_precision, sigma_noise).
+
+        Raises:
+            OptionError: the grid is empty, or no score is finite.
+        """
+        chosen, lowest = (self.prior_precision, self.sigma_noise), math.inf
+        pairs = [pair if isinstance(pair, (tuple, list)) else (pair, chosen[1]) for pair in grid]
+        try:
+            for pair in pairs:
+                self.prior_precision, self.sigma_noise = pair
+                score = _score(self, val_loader)
+                prior, noise = float(self.prior_precision), float(self.sigma_noise)
+                self.fit_history_["tuning"] += [{"prior_precision": prior, "sigma_noise": noise, "val_nll": score}]
+                if score < lowest:
+                    chosen, lowest = pair, score
+        finally:
+            self.prior_precision, self.sigma_noise = chosen
+        if lowest == math.inf:
+            raise OptionError(
+                f"no score of the {len(pairs)} values of the grid is finite; give a grid of other values."
+            )
 
 
 class VaLLA(BaseFunctionalLaplace):

@@ -60,6 +60,8 @@ class Kron:
         pairs = zip(self.kfacs, other.kfacs, strict=True)
         return Kron([[a + b for a, b in zip(left, right, strict=True)] for left, right in pairs])
 
+    __radd__ = __add__
+
     def __mul__(self, scalar: float | Tensor) -> Kron:
         factor = _one_number(scalar)
         return Kron([[f * factor ** (1 / len(factors)) for f in factors] for factors in self.kfacs])
@@ -132,6 +134,8 @@ class KronDecomposed:
         if deltas.dim() > 1 or deltas.numel() not in (1, len(self)):
             raise InputError(f"deltas has shape {tuple(deltas.shape)}; give one number, or {len(self)}.")
         return KronDecomposed(self.eigenvectors, self.eigenvalues, self.deltas + deltas.reshape(-1), self.damping)
+
+    __radd__ = __add__
 
     def __mul__(self, scalar: float | Tensor) -> KronDecomposed:
         factor = _one_number(scalar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,20 @@ from laplace.network.replica import replicate
 from laplace.predictive.positions import Positions
 from laplace.weights.selection import trainable_of
 
-MOMENTUM = 0.9
+
+@dataclass(frozen=True)
+class SGD:
+    """Says how weights are moved by stochastic gradients.
+
+    Attributes:
+        lr: the learning rate, which is constant.
+        momentum: how much of the last step is added to the next.
+        weight_decay: what the weights are multiplied by in the gradient.
+    """
+
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 0.0
 
 
 def flat(weights: Iterable[Tensor]) -> Tensor:  # (P,)
@@ -74,7 +88,7 @@ def iterates(
     loader: Any,
     keys: Keys,
     epochs: int,
-    lr: float,
+    sgd: SGD,
     class_dim: int | None = -1,
 ) -> Iterator[Tensor]:  # (P,)
     """Yield the weights after every `epochs` epochs of SGD with momentum and a constant learning rate, without end.
@@ -91,10 +105,10 @@ def iterates(
     speed = {name: torch.zeros_like(p) for name, p in moving.items()}
     while True:
         for _ in range(epochs):
-            _epoch(model, likelihood, moving, speed, loader, keys, lr, class_dim)
+            _epoch(model, likelihood, moving, speed, loader, keys, sgd, class_dim)
         found = flat(moving.values())
         if not found.isfinite().all():
-            raise NumericalError(f"SGD diverged with lr={lr:g}. Take a smaller one.")
+            raise NumericalError(f"SGD diverged with lr={sgd.lr:g}. Take a smaller one.")
         yield found
 
 
@@ -105,7 +119,7 @@ def _epoch(
     speed: dict[str, Tensor],
     loader: Iterable[Any],
     keys: Keys,
-    lr: float,
+    sgd: SGD,
     class_dim: int | None,
 ) -> None:
     """Run one epoch of SGD with momentum, in place."""
@@ -121,7 +135,7 @@ def _epoch(
         slopes = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
         with torch.no_grad():
             for p, v, g in zip(moving.values(), speed.values(), slopes, strict=True):
-                p -= lr * v.mul_(MOMENTUM).add_(0 if g is None else g)
+                p -= sgd.lr * v.mul_(sgd.momentum).add_(0 if g is None else g).add_(p, alpha=sgd.weight_decay)
         seen += len(f)
     if not seen:
         raise InputError("the training loader gave no example. It must yield batches (x, y), at least one.")

@@ -27,7 +27,7 @@ from laplace.network.loaders import dataloader_of
 from laplace.network.replica import replicate
 from laplace.rivals.base import Options, network_of
 from laplace.rivals.ensemble import weights_of
-from laplace.rivals.iterates import Moments, flat, iterates
+from laplace.rivals.iterates import SGD, Moments, flat, iterates
 from laplace.rivals.members import Members
 from laplace.weights.selection import trainable_of
 
@@ -156,7 +156,7 @@ class SWAG(Members):
         n, epochs = whole_number(n_iterates, "n_iterates"), whole_number(epochs, "epochs")
         loader = dataloader_of(train_loader, "train")
         step, frame = one_positive(lr, "lr"), self.frame
-        walk = iterates(self._model, self.likelihood, loader, frame.keys, epochs, step, frame.class_dim)
+        walk = iterates(self._model, self.likelihood, loader, frame.keys, epochs, SGD(step), frame.class_dim)
         for vector in islice(walk, n):
             self._moments.add(vector)
         self._buffers = []

@@ -8,6 +8,7 @@ from laplace.compat.masks import (
     ModuleNameSubnetMask,
     ParamNameSubnetMask,
     RandomSubnetMask,
+    ScoreBasedSubnetMask,
     SubnetMask,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "ModuleNameSubnetMask",
     "ParamNameSubnetMask",
     "RandomSubnetMask",
+    "ScoreBasedSubnetMask",
     "SubnetMask",
 ]

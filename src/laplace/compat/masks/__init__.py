@@ -1,6 +1,6 @@
 """Select subnetworks: `.select(train_loader)` returns the indices that `subnetwork_indices` takes."""
 
-from laplace.compat.masks.base import ScoreMask, SubnetMask
+from laplace.compat.masks.base import ScoreBasedSubnetMask, SubnetMask
 from laplace.compat.masks.magnitude import LargestMagnitudeSubnetMask
 from laplace.compat.masks.names import LastLayerSubnetMask, ModuleNameSubnetMask, ParamNameSubnetMask
 from laplace.compat.masks.random import RandomSubnetMask
@@ -15,6 +15,6 @@ __all__ = [
     "ModuleNameSubnetMask",
     "ParamNameSubnetMask",
     "RandomSubnetMask",
-    "ScoreMask",
+    "ScoreBasedSubnetMask",
     "SubnetMask",
 ]

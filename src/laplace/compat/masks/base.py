@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -18,7 +18,8 @@ from laplace.weights.selection import trainable_of
 class SubnetMask:
     """Selects weights of a network, which is never changed. To write your own, implement `chosen`.
 
-    A selector that was written for laplace-torch has `get_subnet_mask` instead, which returns a mask (P,).
+    A selector that was written for laplace-torch has `get_subnet_mask` instead, which returns a mask (P,), or inherits
+    from `ScoreBasedSubnetMask` and has `compute_param_scores`.
 
     Args:
         model: The trained network.
@@ -39,10 +40,41 @@ class SubnetMask:
         Args:
             train_loader: Batches of training data, for a selector that needs them.
         """
-        mask_of = getattr(self, "get_subnet_mask", None)
-        if mask_of is None:
+        if type(self).get_subnet_mask is SubnetMask.get_subnet_mask:
             raise OptionError(f"{type(self).__name__} selects nothing: write its method chosen(train_loader).")
-        return mask_of(train_loader).nonzero().flatten()
+        return self.convert_subnet_mask_to_indices(self.get_subnet_mask(train_loader))
+
+    def get_subnet_mask(self, train_loader: Iterable[Any] | None) -> Tensor:  # (all trainable weights,)
+        """Return the selection as a mask.
+
+        Args:
+            train_loader: Batches of training data, for a selector that needs them.
+        """
+        mask = torch.zeros_like(self.parameter_vector, dtype=torch.bool)
+        mask[self.chosen(train_loader).to(mask.device)] = True
+        return mask
+
+    def convert_subnet_mask_to_indices(self, subnet_mask: Tensor) -> Tensor:
+        """Return where a mask has ones.
+
+        Args:
+            subnet_mask: Zeros and ones, or booleans, one per trainable weight.
+
+        Raises:
+            OptionError: it has another shape, or other values.
+        """
+        vector = self.parameter_vector
+        if not isinstance(subnet_mask, Tensor) or subnet_mask.shape != vector.shape:
+            came = tuple(subnet_mask.shape) if isinstance(subnet_mask, Tensor) else type(subnet_mask).__name__
+            raise OptionError(f"the mask is {came}; a tensor of shape ({len(vector)},) is needed, one per weight.")
+        if subnet_mask.is_floating_point() or not ((subnet_mask == 0) | (subnet_mask == 1)).all():
+            raise OptionError("the mask must hold booleans, or the integers 0 and 1.")
+        return subnet_mask.nonzero().flatten()
+
+    @property
+    def parameter_vector(self) -> Tensor:
+        """Return all trainable weights as one vector."""
+        return torch.cat([p.detach().flatten() for _, p in trainable_of(self.model)])
 
     @plainly
     def select(self, train_loader: Iterable[Any] | None = None) -> Tensor:  # (n,)
@@ -97,8 +129,16 @@ class SubnetMask:
         return torch.cat(marks).nonzero().flatten()
 
 
-class ScoreMask(SubnetMask, ABC):
-    """Selects the weights with the largest scores."""
+class ScoreBasedSubnetMask(SubnetMask):
+    """Selects the weights with the largest scores. To write your own, implement `compute_param_scores`.
+
+    Args:
+        model: The trained network.
+        n_params_subnet: How many weights to select.
+
+    Raises:
+        OptionError: there are not as many weights.
+    """
 
     def __init__(self, model: nn.Module, n_params_subnet: int) -> None:
         super().__init__(model)
@@ -110,8 +150,16 @@ class ScoreMask(SubnetMask, ABC):
             )
 
     @abstractmethod
-    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:  # (all trainable weights,)
-        """Return one number for each trainable weight."""
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:  # (all trainable weights,)
+        """Return one number for each trainable weight.
+
+        Args:
+            train_loader: Batches of training data, for a selector that needs them.
+        """
+        raise NotImplementedError
 
     def chosen(self, train_loader: Iterable[Any] | None) -> Tensor:
-        return self.scores(train_loader).topk(self.n).indices
+        scores, vector = self.compute_param_scores(train_loader), self.parameter_vector
+        if scores.shape != vector.shape:
+            raise OptionError(f"the scores have shape {tuple(scores.shape)}; ({len(vector)},) is needed.")
+        return scores.topk(self.n).indices

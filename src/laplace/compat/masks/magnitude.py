@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace.compat.masks.base import ScoreMask
+from laplace.compat.masks.base import ScoreBasedSubnetMask
 from laplace.weights.selection import trainable_of
 
 
-class LargestMagnitudeSubnetMask(ScoreMask):
+class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):
     """Selects the weights with the largest absolute value.
 
     Args:
@@ -20,5 +20,5 @@ class LargestMagnitudeSubnetMask(ScoreMask):
         n_params_subnet: How many weights to select.
     """
 
-    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
         return torch.cat([p.detach().abs().flatten() for _, p in trainable_of(self.model)])

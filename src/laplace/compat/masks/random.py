@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from laplace.checks import generator_or_none
-from laplace.compat.masks.base import ScoreMask
+from laplace.compat.masks.base import ScoreBasedSubnetMask
 from laplace.weights.selection import trainable_of
 
 
-class RandomSubnetMask(ScoreMask):
+class RandomSubnetMask(ScoreBasedSubnetMask):
     """Selects weights at random, each with the same probability.
 
     Args:
@@ -26,7 +26,7 @@ class RandomSubnetMask(ScoreMask):
         super().__init__(model, n_params_subnet)
         self.generator = generator_or_none(generator)
 
-    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
         total = sum(p.numel() for _, p in trainable_of(self.model))
         device = None if self.generator is None else self.generator.device
         return torch.rand(total, generator=self.generator, dtype=torch.float64, device=device)

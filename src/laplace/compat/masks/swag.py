@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from laplace.checks import one_positive, whole_number
-from laplace.compat.masks.base import ScoreMask
+from laplace.compat.masks.base import ScoreBasedSubnetMask
 from laplace.errors import InputError, NumericalError
 from laplace.likelihoods import Likelihood, likelihood_named
 from laplace.network.inputs import Keys
-from laplace.rivals.iterates import Moments, iterates
+from laplace.rivals.iterates import SGD, Moments, iterates
 
 
-class LargestVarianceSWAGSubnetMask(ScoreMask):
+class LargestVarianceSWAGSubnetMask(ScoreBasedSubnetMask):
     """Selects the weights with the largest variance over `swag_n_snapshots` iterates of SGD.
 
     The network runs in eval mode and draws no random numbers. The order of the data is the loader's.
@@ -49,14 +49,14 @@ class LargestVarianceSWAGSubnetMask(ScoreMask):
         self.epochs = whole_number(swag_snapshot_freq, "swag_snapshot_freq")
         self.lr = one_positive(swag_lr, "swag_lr")
 
-    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
         if train_loader is None or isinstance(train_loader, Iterator):
             raise InputError(
                 "SWAG runs over the training data many times: write select(train_loader) with a DataLoader or a list "
                 f"of batches; a {type(train_loader).__name__} came."
             )
         keys = Keys(further=self.likelihood.further, pairs=self.likelihood.pairs)
-        walk = iterates(self.model, self.likelihood, train_loader, keys, self.epochs, self.lr)
+        walk = iterates(self.model, self.likelihood, train_loader, keys, self.epochs, SGD(self.lr))
         moments = Moments()
         for vector in islice(walk, self.n_snapshots):
             moments.add(vector)

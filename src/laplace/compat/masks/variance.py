@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laplace.compat.masks.base import ScoreMask
+from laplace.compat.masks.base import ScoreBasedSubnetMask
 from laplace.errors import InputError, OptionError
 from laplace.laplace import Laplace
 from laplace.weights.selection import trainable_of
 
 
-class LargestVarianceDiagLaplaceSubnetMask(ScoreMask):
+class LargestVarianceDiagLaplaceSubnetMask(ScoreBasedSubnetMask):
     """Selects the weights with the largest marginal variance under a diagonal posterior over all trainable weights.
 
     Args:
@@ -38,7 +38,7 @@ class LargestVarianceDiagLaplaceSubnetMask(ScoreMask):
             )
         self.diag_laplace_model = diag_laplace_model
 
-    def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
+    def compute_param_scores(self, train_loader: Iterable[Any] | None) -> Tensor:
         la = self.diag_laplace_model
         if not la.is_fitted:
             if train_loader is None:
