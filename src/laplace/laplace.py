@@ -321,7 +321,8 @@ class Laplace:
             """Refuse options and misspelt hyperparameters, which would be kept and change nothing."""
             known = name in self.__dict__ or name in FURTHER or hasattr(type(self), name)
             made = "values" in self.__dict__  # the constructor may set what it likes
-            if made and name in _FIXED:
+            settable = getattr(getattr(type(self), name, None), "fset", None)  # by a subclass, as those of compat
+            if made and name in _FIXED and not settable:
                 raise UnsupportedError(
                     f"{name} is fixed. Write another Laplace(..., {name}={shown(value)}), and fit it."
                 )

@@ -121,7 +121,7 @@ def test_a_class_may_be_subclassed():
 
 
 def test_a_subclass_whose_methods_nothing_here_calls_is_warned_of():
-    with pytest.warns(LaplaceWarning, match=r"Fixed overrides functional_variance, sample\. .*write a structure"):
+    with pytest.warns(LaplaceWarning, match=r"Fixed overrides functional_variance, sample, .*write a structure"):
 
         class Fixed(laplace.DiagLaplace):
             def sample(self, n_samples=100, generator=None):
@@ -168,6 +168,17 @@ def test_options_may_be_given_by_their_enums():
     assert isinstance(la, laplace.VaLLA)
     la = Laplace(network(), "classification").fit(CLASSIFICATION)
     torch.testing.assert_close(la(X, link_approx=laplace.LinkApprox.ONE_VS_REST), la.predict(X).mean)
+
+
+@pytest.mark.parametrize("name", ["FullLaplace", "KronLLLaplace", "FunctionalLaplace"])
+def test_the_likelihood_can_be_set_after_fit(name):
+    la = getattr(laplace, name)(network(), "regression", **further(name)).fit(REGRESSION)
+    mean, _ = la(X)
+    la.likelihood = "classification"
+    assert la.likelihood == "classification"
+    torch.testing.assert_close(la(X, link_approx="mc", n_samples=3).sum(-1), torch.ones(len(X)).double())
+    la.likelihood = "regression"
+    torch.testing.assert_close(la(X)[0], mean)
 
 
 def test_hyperparameters_have_laplace_torchs_shapes():
