@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace import Laplace
-from laplace.errors import InputError, OptionError
+from laplace.errors import InputError, LaplaceWarning, ModelError, OptionError
+from laplace.network.loaders import ArrayBatches
+from laplace.tuning.unsuitable import overlap
 
 N = 23  # of which no batch size below is a divisor
 
@@ -121,6 +125,7 @@ def test_more_data_can_be_added_and_override_keeps_its_place():
         (lambda la, x, y: la.fit(x), r"no labels. Write la.fit\(x, y\)"),
         (lambda la, x, y: la.fit(x, ["a"] * N), "begins with 'a'.*np.unique.*LaplaceClassifier"),
         (lambda la, x, y: la.fit([(x, y)], y), "list has its own labels"),
+        (lambda la, x, y: la.fit(x, y > 0), r"dtype torch.bool; integers are needed.*y.astype\(int\) for an array"),
         (lambda la, x, y: la.fit(x.astype(str), y), "Numbers are needed"),
         (lambda la, x, y: la.predict(x[0]), r"single example, but a batch is needed"),
         (lambda la, x, y: la(x[0].tolist()), r"single example, but a batch is needed"),
@@ -139,6 +144,23 @@ def test_bad_arrays_are_one_clear_error(call, says):
     with pytest.raises((InputError, OptionError), match=says):
         call(la, x, y)
     assert float(la.log_marginal_likelihood()) == before
+
+
+def test_data_of_a_read_only_array_is_recognised_without_a_warning_of_torch():
+    x, y = data()
+    x.flags.writeable = y.flags.writeable = False
+    la = Laplace(network(), "classification").fit(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", LaplaceWarning)
+        assert overlap(la.training_data, ArrayBatches(x, y)) == "holds the tensors that la was fitted on"
+        assert not overlap(la.training_data, ArrayBatches(x.copy(), y.copy()))
+
+
+def test_inputs_without_columns_say_how_to_make_one():
+    x = np.linspace(0, 1, 30)
+    with pytest.raises(ModelError, match=r"Each example is one number here.*x.reshape\(-1, 1\)"):
+        Laplace(nn.Linear(1, 1), "regression").fit(x, x)
 
 
 def test_options_that_do_not_go_together_are_said():

@@ -55,6 +55,7 @@ def test_a_classifier_is_the_posterior_of_its_network(iris):
     index = np.unique(y, return_inverse=True)[1]
     la = Laplace(found.module_, "classification", prior_precision=2.0).fit(x, index)
     p = found.predict_proba(new)
+    np.testing.assert_allclose(np.exp(found.predict_log_proba(new)), p)
     np.testing.assert_allclose(p, la.predict(new).mean, rtol=1e-6)
     np.testing.assert_allclose(p.sum(1), 1)
     assert list(found.classes_) == ["setosa", "versicolor", "virginica"]

@@ -227,6 +227,15 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         p = np.asarray(self.laplace_.predict(x, n_samples=2), dtype=np.float64)
         return p / p.sum(1, keepdims=True)
 
+    def predict_log_proba(self, X: Any) -> np.ndarray:  # (N, K)
+        """Return the logarithm of `predict_proba`.
+
+        Args:
+            X: The inputs.
+        """
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
     def predict(self, X: Any) -> np.ndarray:  # (N,)
         """Return the most probable label.
 

@@ -264,7 +264,8 @@ def class_indices(n: int, y: Tensor) -> Tensor:
     """Return integer labels (N,) for n examples. Labels (N, 1) are accepted too."""
     if y.is_floating_point() or y.is_complex() or y.dtype is torch.bool:
         raise InputError(
-            f"class labels have dtype {y.dtype}; integers are needed. Write y.long(), or y.argmax(-1) if one-hot."
+            f"class labels have dtype {y.dtype}; integers are needed. Write y.long(), y.astype(int) for an array, or "
+            "y.argmax(-1) if one-hot."
         )
     y = y.squeeze(1) if y.shape == (n, 1) else y
     if y.shape != (n,):

@@ -228,6 +228,8 @@ class Inputs:
                 f"Its weights are {weights}, and the inputs are whole numbers; write x{_CASTS[weights]}, or "
                 f"x.astype({array!r}) for an array."
             )
+        if isinstance(self.x, Tensor) and self.x.dim() == 1 and self.x.is_floating_point():
+            return "Each example is one number here. If the network takes columns of features, write x.reshape(-1, 1)."
         decoder = {"decoder_input_ids", "decoder_inputs_embeds"}
         if named and not decoder & set(named) and "decoder_input_ids" in inspect.signature(model.forward).parameters:
             return (

@@ -56,8 +56,8 @@ def overlap(training: Any, validation: Any) -> str:
             return "has the dataset that la was fitted on"
         common = len({*rows} & {*others})
         return f"has {common:,} examples that la was fitted on" if common else ""
-    known = {_place(tensor) for tensor in _tensors(data)}
-    if rows is None and others is None and any(_place(tensor) in known for tensor in _tensors(other)):
+    known = {*_places(data)}
+    if rows is None and others is None and any(place in known for place in _places(other)):
         return "holds the tensors that la was fitted on"
     return ""
 
@@ -72,24 +72,23 @@ def _rows_of(dataset: Any) -> tuple[Any, list[int] | None]:
     return dataset, rows
 
 
-def _tensors(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a dataset, of whole arrays, or of a list of batches."""
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, steps in memory
+
+
+def _places(data: Any) -> Iterator[Place]:
+    """Yield where the tensors of a dataset, of whole arrays, or of a list of batches lie in memory."""
     if isinstance(data, TensorDataset):
-        yield from data.tensors
+        yield from _places(data.tensors)
     elif isinstance(data, ArrayBatches):
-        yield from _tensors([data.x, data.y])
-    elif isinstance(data, np.ndarray) and data.dtype.kind in "fiu" and min(data.strides, default=0) >= 0:
-        yield torch.as_tensor(data)  # the same memory
+        yield from _places([data.x, data.y])
+    elif isinstance(data, np.ndarray):
+        yield data.ctypes.data, data.shape, tuple(step // data.itemsize for step in data.strides)
     elif isinstance(data, Tensor):
-        yield data
+        yield data.data_ptr(), tuple(data.shape), data.stride()
     elif isinstance(data, Mapping):
-        yield from (tensor for value in data.values() for tensor in _tensors(value))
+        yield from (place for value in data.values() for place in _places(value))
     elif isinstance(data, (list, tuple)):
-        yield from (tensor for value in data for tensor in _tensors(value))
-
-
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+        yield from (place for value in data for place in _places(value))
 
 
 def _few(held_out: HeldOut, gain: Gain) -> str:
