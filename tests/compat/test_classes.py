@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
-from laplace import Laplace
+from laplace import Laplace, compat
 from laplace.curvature import AsdlEF, CurvlinopsGGN
 from laplace.errors import LaplaceWarning, OptionError
 from laplace.utils import Kron, KronDecomposed
@@ -73,6 +73,34 @@ def test_isinstance_goes_by_the_combination(name):
     assert isinstance(la, laplace.LLLaplace) == name.endswith("LLLaplace") or "Functional" in name
     assert isinstance(la, laplace.SubnetLaplace) == ("Subnet" in name)
     assert not isinstance(3, laplace.BaseLaplace)
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_the_function_of_laplace_torch_makes_the_class_of_the_combination(name):
+    weights, structure = (
+        laplace.SubsetOfWeights(COMBINATIONS[name][0]),
+        laplace.HessianStructure(COMBINATIONS[name][1]),
+    )
+    la = compat.Laplace(network(), "regression", weights, structure, prior_precision=2.0, **further(name))
+    assert type(la) is getattr(laplace, name)
+    assert la.prior_precision.shape == (1,)
+
+
+def test_the_function_of_laplace_torch_has_its_defaults_order_and_approximations():
+    assert type(compat.Laplace(network(), "regression")) is laplace.KronLLLaplace
+    la = compat.Laplace(network(), "regression", "all", "full", 0.5, 3.0)
+    assert (float(la.sigma_noise), float(la.prior_precision)) == (0.5, 3.0)
+    for kind, name in {"nystrom": laplace.ELLA, "variational": laplace.VaLLA}.items():
+        made = compat.Laplace(network(), "regression", "all", "gp", functional_approximation=kind, n_subset=5)
+        assert type(made) is name
+    assert type(compat.Laplace(network(), "regression", "all", "ekfac")) is Laplace
+    la = compat.Laplace(network(), "classification").fit(CLASSIFICATION)
+    assert la.model.last_layer is la.last_layer
+    assert len(la.H.eigenvalues) == 2
+    la = compat.Laplace(network(), "classification", "subnetwork", "full", subnetwork_indices=INDICES).fit(
+        CLASSIFICATION
+    )
+    assert la.sample(3).shape == (3, 32)
 
 
 def test_arguments_have_laplace_torchs_order():

@@ -1,6 +1,7 @@
 """Provide laplace-torch's names, and the only place in the library that knows them.
 
 What was `laplace.baselaplace`, `laplace.utils.matrix` and so on there can be imported from the same paths here.
+`laplace.compat.Laplace` makes objects with the shapes that they have there.
 """
 
 from laplace.compat import (
@@ -19,8 +20,10 @@ from laplace.compat import (
     swag,
     tensors,
 )
+from laplace.compat.factory import Laplace
 
 __all__ = [
+    "Laplace",
     "attributes",
     "backends",
     "batches",

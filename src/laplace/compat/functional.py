@@ -146,8 +146,11 @@ class ELLA(BaseFunctionalLaplace):
         Raises:
             OptionError: the grid is empty, or no score is finite.
         """
-        chosen, lowest = (self.prior_precision, self.sigma_noise), math.inf
-        pairs = [pair if isinstance(pair, (tuple, list)) else (pair, chosen[1]) for pair in grid]
+        chosen: tuple[Any, Any] = (self.prior_precision, self.sigma_noise)
+        lowest = math.inf
+        pairs: list[tuple[Any, Any]] = [
+            tuple(pair) if isinstance(pair, (tuple, list)) else (pair, chosen[1]) for pair in grid
+        ]
         try:
             for pair in pairs:
                 self.prior_precision, self.sigma_noise = pair
