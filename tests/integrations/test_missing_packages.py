@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +78,24 @@ EXTRAS = NEEDS | {"onnx": "onnx", "pandas": "pandas", "plots": "plots", "bayesia
 @pytest.mark.parametrize("name", EXTRAS)
 def test_a_missing_package_names_its_extra(name, said):
     assert f"pip install 'laplace-redux[{EXTRAS[name]}]'" in said[name]
+
+
+def test_every_extra_is_declared_and_the_library_needs_four_packages():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = project["optional-dependencies"]
+    assert {*EXTRAS.values(), "graphs", "serve"} <= declared.keys()
+    named = {name: {_package(each) for each in needed} for name, needed in declared.items()}
+    assert {"transformers", "peft", "accelerate"} <= named["hf"]
+    assert {"onnx", "onnxscript", "onnxruntime"} <= named["onnx"]
+    packages = {"botorch": "botorch", "graphs": "torch_geometric", "lightning": "lightning", "pandas": "pandas"}
+    packages |= {"plots": "matplotlib", "sklearn": "scikit-learn", "serve": "fastapi"}
+    assert {name for name, package in packages.items() if package not in named[name]} == set()
+    assert {_package(each) for each in project["dependencies"]} == {"torch", "numpy", "tqdm", "safetensors"}
+
+
+def _package(requirement: str) -> str:
+    return re.split(r"[<>=\[ ]", requirement)[0]
 
 
 def test_the_library_itself_imports_none_of_them():
