@@ -27,6 +27,7 @@ from report import Result, save, table
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CEILING = 1.2
+SHORT = 20  # calls in a turn: some 3 ms, so that in the best turn no other process took the core, and emptied its caches
 NONE = "has no module"
 MEAN, ALL = ("mean", "variance"), ("mean", "variance", "epistemic")
 
@@ -59,7 +60,7 @@ def small_cnn(repeats: int) -> list[Result]:
     model, x = networks.lenet(), torch.randn(64, 1, 28, 28)
     la = Laplace(model, "classification").fit([(x, torch.randint(10, (64,)))])
     return [
-        *_eagerly("small CNN (LeNet)", la, x[:1], repeats, 200),
+        *_eagerly("small CNN (LeNet)", la, x[:1], repeats, SHORT),
         *_compiled("small CNN (LeNet)", la, x[:1], repeats),
         *_in_onnx("small CNN (LeNet)", la, x[:4], repeats),
     ]
@@ -108,12 +109,12 @@ def _eagerly(name: str, la: Laplace, x: Any, repeats: int, calls: int) -> list[R
 
 def _compiled(name: str, la: Laplace, x: Tensor, repeats: int) -> list[Result]:
     runs = {what: _call(torch.compile(la.module(what, MEAN), fullgraph=True), x) for what in ("probit", "one_vs_rest")}
-    return _ratios(name, "torch.compile", _call(torch.compile(la.model), x), runs, repeats, 100)
+    return _ratios(name, "torch.compile", _call(torch.compile(la.model), x), runs, repeats, SHORT)
 
 
 def _in_onnx(name: str, la: Laplace, x: Tensor, repeats: int) -> list[Result]:
     runs = {what: _session(la.module(what, MEAN), x) for what in ("probit", "one_vs_rest")}
-    return _ratios(name, "ONNX Runtime", _session(la.model, x), runs, repeats, 100)
+    return _ratios(name, "ONNX Runtime", _session(la.model, x), runs, repeats, SHORT)
 
 
 def _ratios(

@@ -276,7 +276,7 @@ def module(
     wanted = tuple(choice(name, OUTPUTS, "outputs") for name in wanted)
     if not wanted or len(set(wanted)) < len(wanted):
         raise OptionError(f"outputs={shown(outputs)} must name one or more of {', '.join(map(repr, OUTPUTS))}.")
-    _, how = response.link_of(link)
+    _, how = response.link_of(link, what="link")
     n_samples, seed = whole_number(n_samples, "n_samples", 2), whole_number(seed, "seed", 0, LARGEST)
     _require_last_layer(fit.structure, runner.weights)
     runner.notice_changes(fit)
