@@ -27,7 +27,9 @@ from report import Result, save, table
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CEILING = 1.2
-SHORT = 20  # calls in a turn: some 3 ms, so that in the best turn no other process took the core, and emptied its caches
+SHORT = (
+    20  # calls in a turn: some 3 ms, so that in the best turn no other process took the core, and emptied its caches
+)
 NONE = "has no module"
 MEAN, ALL = ("mean", "variance"), ("mean", "variance", "epistemic")
 

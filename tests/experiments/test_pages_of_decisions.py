@@ -21,7 +21,7 @@ def cells(page: str, label: str, after: str = "") -> list[list[str]]:
     text = (ROOT / "docs" / page).read_text()
     lines = text[text.index(after) :].splitlines()
     (line,) = [line for line in lines if re.match(rf"\|\s*{re.escape(label)}\s*\|", line)][:1]
-    plain = line.replace("*", "").replace("−", "-")  # noqa: RUF001
+    plain = line.replace("*", "").replace("−", "-")
     return [re.findall(r"[-+]?\d+(?:\.\d+)?", cell) for cell in plain.split("|")[2:-1]]
 
 
@@ -108,9 +108,7 @@ PLAYING = {"Thompson": "thompson", "UCB, beta 2": "ucb", "greedy": "greedy", "li
 @pytest.mark.parametrize("label", PLAYING)
 def test_regrets_of_bandits(label):
     rows = rows_of("wheel-bandit")
-    found, late = (
-        [rows[f"{PLAYING[label]}/{seed}"][key] for seed in range(20)] for key in ("regret", "last 500")
-    )
+    found, late = ([rows[f"{PLAYING[label]}/{seed}"][key] for seed in range(20)] for key in ("regret", "last 500"))
     mean, median, worst, last, last_worst = cells("bandits.md", label)
     assert_shown(mean, statistics.fmean(found), error(found))
     assert_shown(median, statistics.median(found))

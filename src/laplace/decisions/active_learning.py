@@ -278,7 +278,9 @@ def _rows(la: Source, x: Any, what: str) -> Tensor:
     """Return inputs of a regression, whose joint covariances are needed."""
     x = inputs_for(la, x)
     if not isinstance(x, Tensor):
-        raise InputError(f"{what}= is a {type(x).__name__}; for a regression a tensor of N inputs is needed, or an array.")
+        raise InputError(
+            f"{what}= is a {type(x).__name__}; for a regression a tensor of N inputs is needed, or an array."
+        )
     if not len(x):
         raise InputError(f"{what}= holds no example; give at least one.")
     return x
