@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import io
 import logging
+import statistics
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,6 +39,8 @@ NOTES = """\
 x network   CPU seconds of one prediction over those of the bare network, one input, one thread, no_grad; both run in
             the same way and take turns, and the best of {repeats} or more turns counts. Last layer, kron. Returned
             are the mean and the variances, with 'epistemic' also the epistemic part from 100 draws.
+single      wall-clock time of single calls, in turns of 20: the first of their deciles. On a busy machine even the best
+            turn of 200 calls holds some before which another process had the core and emptied its caches.
 la(x)       the prediction of the Laplace object itself, with all its checks."""
 
 
@@ -62,9 +66,41 @@ def small_cnn(repeats: int) -> list[Result]:
     model, x = networks.lenet(), torch.randn(64, 1, 28, 28)
     la = Laplace(model, "classification").fit([(x, torch.randint(10, (64,)))])
     return [
-        *_eagerly("small CNN (LeNet)", la, x[:1], repeats, SHORT),
+        *_eagerly("small CNN (LeNet)", la, x[:1], repeats, 200),
         *_compiled("small CNN (LeNet)", la, x[:1], repeats),
         *_in_onnx("small CNN (LeNet)", la, x[:4], repeats),
+    ]
+
+
+def single_calls(repeats: int) -> list[Result]:
+    """LeNet, each call by itself on the clock: what the quietest tenth of calls took, whoever else uses the core."""
+    model, x = networks.lenet(), torch.randn(64, 1, 28, 28)
+    la = Laplace(model, "classification").fit([(x, torch.randint(10, (64,)))])
+    made = {"probit": la.module("probit", MEAN), "one_vs_rest": la.module("one_vs_rest", MEAN)}
+    runs = {"network": _call(model, x[:1])} | {what: _call(module, x[:1]) for what, module in made.items()}
+    runs |= {"la(x)": lambda: la(x[:1]), "la.predict(x)": lambda: la.predict(x[:1])}
+    taken: dict[str, list[int]] = {what: [] for what in runs}
+    for _ in range(4 * repeats):
+        for what, run in runs.items():
+            for _ in range(4):  # warm
+                run()
+            for _ in range(20):
+                start = time.perf_counter_ns()
+                run()
+                taken[what].append(time.perf_counter_ns() - start)
+    seconds = {what: 1e-9 * statistics.quantiles(each, n=10)[0] for what, each in taken.items()}
+    network = seconds.pop("network")
+    return [
+        Result(
+            "small CNN (LeNet)",
+            f"single calls: {what}",
+            value / network,
+            "x network",
+            CEILING,
+            NONE,
+            {"network": network, what: value},
+        )
+        for what, value in seconds.items()
     ]
 
 
@@ -92,6 +128,7 @@ def transformer(repeats: int) -> list[Result]:
 
 CASES: Mapping[str, Callable[[int], list[Result]]] = {
     "small_cnn": small_cnn,
+    "single_calls": single_calls,
     "resnet": resnet,
     "transformer": transformer,
 }
@@ -111,12 +148,12 @@ def _eagerly(name: str, la: Laplace, x: Any, repeats: int, calls: int) -> list[R
 
 def _compiled(name: str, la: Laplace, x: Tensor, repeats: int) -> list[Result]:
     runs = {what: _call(torch.compile(la.module(what, MEAN), fullgraph=True), x) for what in ("probit", "one_vs_rest")}
-    return _ratios(name, "torch.compile", _call(torch.compile(la.model), x), runs, repeats, SHORT)
+    return _ratios(name, "torch.compile", _call(torch.compile(la.model), x), runs, repeats, 100)
 
 
 def _in_onnx(name: str, la: Laplace, x: Tensor, repeats: int) -> list[Result]:
     runs = {what: _session(la.module(what, MEAN), x) for what in ("probit", "one_vs_rest")}
-    return _ratios(name, "ONNX Runtime", _session(la.model, x), runs, repeats, SHORT)
+    return _ratios(name, "ONNX Runtime", _session(la.model, x), runs, repeats, 100)
 
 
 def _ratios(

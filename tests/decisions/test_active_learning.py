@@ -261,9 +261,10 @@ def test_wrong_input_is_refused():
         score(la, POOL, n_samples=1)
     with pytest.raises(InputError, match="pool= holds no example"):
         score(la, [])
-    for wrong in (la, regression()):
+    last = Laplace(network(3), "classification").fit([(X, torch.arange(12) % 3)])
+    for asked in (last, regression()):
         with pytest.raises(InputError, match="targets= holds no example"):
-            score(wrong, POOL, "epig", targets=POOL[:0])
+            score(asked, POOL, "epig", targets=POOL[:0])
     for choose in (score, acquire):
         with pytest.raises(OptionError, match=r"la is a Sequential; .* Write Laplace\(model, likelihood\)\.fit"):
             choose(network(3), POOL)
