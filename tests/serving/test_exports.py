@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, Ordinal
-from laplace.errors import UnsupportedError
+from laplace.errors import LaplaceWarning, UnsupportedError
 from networks import cut, make
 
 ALL = ("mean", "variance", "epistemic", "aleatoric")
@@ -365,6 +366,19 @@ def test_an_onnx_file_has_named_inputs_and_outputs(tmp_path):
     found = dict(zip(MEAN, session.run(list(MEAN), {"input": x[:9].numpy()}), strict=True))
     for name, value in module(x[:9]).items():
         assert (torch.from_numpy(found[name]) - value).abs().max() < 1e-6
+
+
+def test_a_file_that_onnx_runtime_does_not_load_is_warned_of(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    la, module, x = case("classification", "kron", "one_vs_rest", "mean", torch.float64)
+    with pytest.warns(LaplaceWarning, match=r"float64.*module\.float\(\)\.to_onnx"):
+        module.to_onnx(tmp_path / "double.onnx", x[:4])
+    with pytest.raises(Exception, match="Erf"):
+        onnxruntime.InferenceSession(tmp_path / "double.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LaplaceWarning)
+        found = written(module.float(), tmp_path, x[:4].float())(input=x.float())
+    assert (found["mean"] - la(x, link_approx="one_vs_rest")).abs().max() < 1e-6
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ class PredictiveModule(nn.Module):
 
         Its inputs have the names of the network's own arguments, or the keys of a mapping that is one argument. The
         first dimension is the batch; the others are those of the example. Numbers are as here to a relative 1e-6; in
-        float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need.
+        float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need: then there is a warning.
 
         Args:
             path: the file.
