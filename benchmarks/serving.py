@@ -11,6 +11,8 @@ import argparse
 import contextlib
 import io
 import logging
+import statistics
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +29,9 @@ from report import Result, save, table
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CEILING = 1.2
+SHORT = (
+    20  # calls in a turn: some 3 ms, so that in the best turn no other process took the core, and emptied its caches
+)
 NONE = "has no module"
 MEAN, ALL = ("mean", "variance"), ("mean", "variance", "epistemic")
 
@@ -34,6 +39,8 @@ NOTES = """\
 x network   CPU seconds of one prediction over those of the bare network, one input, one thread, no_grad; both run in
             the same way and take turns, and the best of {repeats} or more turns counts. Last layer, kron. Returned
             are the mean and the variances, with 'epistemic' also the epistemic part from 100 draws.
+single      wall-clock time of single calls, in turns of 20: the first of their deciles. On a busy machine even the best
+            turn of 200 calls holds some before which another process had the core and emptied its caches.
 la(x)       the prediction of the Laplace object itself, with all its checks."""
 
 
@@ -65,6 +72,38 @@ def small_cnn(repeats: int) -> list[Result]:
     ]
 
 
+def single_calls(repeats: int) -> list[Result]:
+    """LeNet, each call by itself on the clock: what the quietest tenth of calls took, whoever else uses the core."""
+    model, x = networks.lenet(), torch.randn(64, 1, 28, 28)
+    la = Laplace(model, "classification").fit([(x, torch.randint(10, (64,)))])
+    made = {"probit": la.module("probit", MEAN), "one_vs_rest": la.module("one_vs_rest", MEAN)}
+    runs = {"network": _call(model, x[:1])} | {what: _call(module, x[:1]) for what, module in made.items()}
+    runs |= {"la(x)": lambda: la(x[:1]), "la.predict(x)": lambda: la.predict(x[:1])}
+    taken: dict[str, list[int]] = {what: [] for what in runs}
+    for _ in range(4 * repeats):
+        for what, run in runs.items():
+            for _ in range(4):  # warm
+                run()
+            for _ in range(20):
+                start = time.perf_counter_ns()
+                run()
+                taken[what].append(time.perf_counter_ns() - start)
+    seconds = {what: 1e-9 * statistics.quantiles(each, n=10)[0] for what, each in taken.items()}
+    network = seconds.pop("network")
+    return [
+        Result(
+            "small CNN (LeNet)",
+            f"single calls: {what}",
+            value / network,
+            "x network",
+            CEILING,
+            NONE,
+            {"network": network, what: value},
+        )
+        for what, value in seconds.items()
+    ]
+
+
 def resnet(repeats: int) -> list[Result]:
     """A ResNet of 155 modules."""
     model, x = networks.deep_resnet(), torch.randn(16, 3, 32, 32)
@@ -89,6 +128,7 @@ def transformer(repeats: int) -> list[Result]:
 
 CASES: Mapping[str, Callable[[int], list[Result]]] = {
     "small_cnn": small_cnn,
+    "single_calls": single_calls,
     "resnet": resnet,
     "transformer": transformer,
 }

@@ -1,18 +1,22 @@
 """Label a pool of digits by active learning: how many labels does a network need?
 
-    python experiments/active_learning.py [--data FOLDER] [--seeds 5] [--methods margin ...]
+    python experiments/active_learning.py [--data FOLDER] [--seeds 5] [--methods margin ...] [--draw]
 
 Begins with 20 random labels and adds 20 at a time, up to 120; the network (one hidden layer of 64 units) is trained
 from scratch each time, and its last layer is uncertain, with the prior that la.tune() finds; with --untuned, prior
 precision 1. scikit-learn's digits; with FOLDER, MNIST from FOLDER/mnist.npz (x_train, y_train, x_test, y_test; a pool
-of 2,000 images). Writes results/active-learning.json: the test accuracy after each round.
+of 2,000 images). Writes the test accuracy after each round to results/active-learning.json, or with FOLDER to
+results/active-learning-mnist.json. --draw makes the figure docs/figures/active_learning.png of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,9 +24,11 @@ from torch import Tensor, nn
 
 from laplace import Laplace
 from laplace.decisions import METHODS, acquire
-from rows import Rows
+from rows import RESULTS, Rows
 
 FIRST, EACH, LAST, STEPS = 20, 20, 120, 150
+DIGITS, MNIST = "active-learning", "active-learning-mnist"
+FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "active_learning.png"
 
 
 def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,27 +94,84 @@ def run(method: str, seed: int, folder: str | None, tuned: bool = True) -> dict:
         known[rest[chosen]] = True
 
 
+def named(method: str, untuned: bool) -> str:
+    """Return what is put behind the name of a method. Random choice has no prior."""
+    return " untuned" if untuned and method != "random" else ""
+
+
+def accuracies(rows: Mapping[str, dict], method: str, seeds: int) -> list[list[float]]:
+    """Return the accuracy after each round, for every seed."""
+    return [rows[f"{method}/{seed}"]["accuracy"] for seed in range(seeds)]
+
+
+def gains(rows: Mapping[str, dict], method: str, seeds: int) -> list[float]:
+    """Return for every seed the accuracy less that of random choice, averaged over the rounds after the first."""
+    pairs = zip(accuracies(rows, method, seeds), accuracies(rows, "random", seeds), strict=True)
+    return [statistics.fmean(a - b for a, b in zip(own[1:], other[1:], strict=True)) for own, other in pairs]
+
+
+def table(rows: Mapping[str, dict], methods: Sequence[str], seeds: int) -> None:
+    """Print the mean accuracy after each round, the gain over random choice with its error, and each seed's last."""
+    compared = all(f"random/{seed}" in rows for seed in range(seeds))
+    for method in methods:
+        found = accuracies(rows, method, seeds)
+        mean = " ".join(f"{statistics.fmean(column):.3f}" for column in zip(*found, strict=True))
+        line = f"{method:11} {mean}   {LAST} labels: " + " ".join(f"{own[-1]:.3f}" for own in found)
+        if compared and seeds > 1:
+            less = gains(rows, method, seeds)
+            error = statistics.stdev(less) / seeds**0.5
+            line += f"   gain {statistics.fmean(less):+.3f} +- {error:.3f}, {sum(gain > 0 for gain in less)} of {seeds}"
+        print(line)
+
+
+def draw() -> None:
+    """Draw the mean accuracy of each method over all seeds, and each seed of random choice and of small margins."""
+    from matplotlib.figure import Figure
+
+    lines = {
+        "random": ("random choice", "#777777"),
+        "margin": ("small margin", "#0072B2"),
+        "batch_bald": ("BatchBALD", "#D55E00"),
+        "bald": ("BALD", "#E69F00"),
+        "entropy": ("entropy", "#CC79A7"),
+        "epig": ("EPIG", "#009E73"),
+    }
+    labels, figure = range(FIRST, LAST + 1, EACH), Figure(figsize=(9, 3.9), layout="constrained")
+    for axes, (name, title) in zip(figure.subplots(1, 2), {DIGITS: "digits", MNIST: "MNIST"}.items(), strict=True):
+        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        seeds = sum(key.startswith("random/") for key in rows)
+        for method, (label, colour) in lines.items():
+            found = accuracies(rows, method, seeds)
+            for one in found if method in ("random", "margin") else ():
+                axes.plot(labels, one, color=colour, alpha=0.25, linewidth=0.7)
+            mean = [statistics.fmean(column) for column in zip(*found, strict=True)]
+            axes.plot(labels, mean, color=colour, linewidth=2, label=label)
+        axes.set(title=f"{title}, {seeds} seeds", xlabel="labels", xticks=labels)
+        axes.spines[["top", "right"]].set_visible(False)
+        if name == DIGITS:
+            axes.set_ylabel("test accuracy")
+            figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(FIGURE, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder with mnist.npz")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--untuned", action="store_true")
-    parser.add_argument("--methods", nargs="+", default=["random", *METHODS])
+    parser.add_argument("--methods", nargs="+", default=["random", *METHODS], choices=("random", *METHODS))
+    parser.add_argument("--draw", action="store_true", help="draw the figure of what was run on both sets")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # about priors at the edge of their range
     settings = {"first": FIRST, "each": EACH, "last": LAST, "steps": STEPS}
-    rows = Rows("active-learning" if args.data is None else "active-learning-mnist", settings)
-    how = " untuned" if args.untuned else ""
+    rows = Rows(DIGITS if args.data is None else MNIST, settings)
     for seed in range(args.seeds):
         for method in args.methods:
-            rows.get(f"{method}{how}/{seed}", lambda m=method, s=seed: run(m, s, args.data, not args.untuned))
-    labels = range(FIRST, LAST + 1, EACH)
-    for method in args.methods:
-        found = torch.tensor([rows.rows[f"{method}{how}/{seed}"]["accuracy"] for seed in range(args.seeds)])
-        mean = found.mean(0)
-        need = next((n for n, a in zip(labels, mean.tolist(), strict=True) if a >= 0.9), None)
-        each = " ".join(f"{a:.3f}" for a in found[:, -1].tolist())
-        print(f"{method:11} over all rounds {mean.mean():.4f}  at {LAST} labels {mean[-1]:.4f} ({each})  0.9 at {need}")
+            name = f"{method}{named(method, args.untuned)}/{seed}"
+            rows.get(name, lambda m=method, s=seed: run(m, s, args.data, not args.untuned))
+    table(rows.rows, [f"{method}{named(method, args.untuned)}" for method in args.methods], args.seeds)
+    if args.draw:
+        draw()
 
 
 if __name__ == "__main__":

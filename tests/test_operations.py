@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from laplace import Laplace
 from laplace.errors import InputError, ModelError, StaleWarning
 from laplace.inference.ready import Ready
-from laplace.network.operations import Line, shorten
+from laplace.network.operations import Line, Steps, shorten
 
 N, CLASSES = 12, 3
 
@@ -108,6 +108,25 @@ def test_backward_hooks_of_a_served_sequence_are_called():
         module(x)
     module(x)["mean"][0, 0].backward()
     assert called == ["hook"]
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, padding=1, ceil_mode=True), nn.MaxPool2d(2, 1)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_pooling_before_a_relu_changes_neither_numbers_nor_gradients(inplace, pool):
+    torch.manual_seed(0)
+    body = [nn.ReLU(inplace), pool, nn.Conv2d(2, 3, 2), nn.ReLU(inplace), pool, nn.ReLU(inplace), nn.Flatten()]
+    model, x = nn.Sequential(*body, nn.Tanh(), nn.ReLU(), nn.LazyLinear(CLASSES)), torch.randn(3, 2, 9, 9)
+    model(x.clone())
+    steps = Steps.of(model, model[-1])
+    assert steps is not None
+    slopes = [torch.autograd.grad(run(x.clone()).sum(), model[2].weight)[0] for run in (model[:-1], steps)]
+    assert slopes[0].abs().max() > 0
+    assert torch.equal(*slopes)
+    x[0, 0, 4, 4], x[1] = torch.nan, -1.0
+    x[2, :, 2:5] = -torch.inf
+    expected, found = model[:-1](x.clone()), steps(x.clone())
+    assert expected.isnan().any()
+    assert torch.equal(expected.nan_to_num(9.0), found.nan_to_num(9.0))
 
 
 def test_other_networks_have_no_line():

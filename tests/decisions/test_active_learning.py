@@ -259,8 +259,15 @@ def test_wrong_input_is_refused():
         score(la, POOL, "bald", targets=POOL)
     with pytest.raises(OptionError, match="n_samples"):
         score(la, POOL, n_samples=1)
-    with pytest.raises(InputError, match="no example"):
+    with pytest.raises(InputError, match="pool= holds no example"):
         score(la, [])
+    last = Laplace(network(3), "classification").fit([(X, torch.arange(12) % 3)])
+    for asked in (last, regression()):
+        with pytest.raises(InputError, match="targets= holds no example"):
+            score(asked, POOL, "epig", targets=POOL[:0])
+    for choose in (score, acquire):
+        with pytest.raises(OptionError, match=r"la is a Sequential; .* Write Laplace\(model, likelihood\)\.fit"):
+            choose(network(3), POOL)
     with pytest.raises(InputError, match=r"a DataLoader that shuffles.*shuffle=False"):
         acquire(la, DataLoader(TensorDataset(POOL), 2, shuffle=True), 2)
     with pytest.raises(InputError, match="a tensor of N inputs is needed"):

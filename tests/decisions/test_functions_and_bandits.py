@@ -81,6 +81,10 @@ def test_thompson_chooses_as_often_as_an_option_is_best():
 
 def test_wrong_input_is_refused():
     la, options = fitted(), torch.zeros(2, 3, 2).double()
+    with pytest.raises(OptionError, match="la is a Sequential; a fitted Laplace"):
+        choose(la.model, options)
+    with pytest.raises(OptionError, match="la is a str; a fitted Laplace"):
+        draw_functions("la")
     with pytest.raises(OptionError, match="rule"):
         choose(la, options, "best")
     with pytest.raises(OptionError, match="beta must be positive"):

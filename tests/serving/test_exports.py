@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace import Laplace, Ordinal
-from laplace.errors import UnsupportedError
+from laplace.errors import LaplaceWarning, UnsupportedError
 from networks import cut, make
 
 ALL = ("mean", "variance", "epistemic", "aleatoric")
@@ -117,10 +118,47 @@ def test_the_other_links(link):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
 @pytest.mark.parametrize("link", ["probit", "one_vs_rest", "bridge", "bridge_norm", "delta", "mc"])
-def test_every_link_in_single_precision(link, way):
-    _, module, x = case("classification", "kron", link, MEAN, torch.float32)
+def test_every_link_is_recorded_as_the_posterior_predicts(link, dtype, way):
+    if way == "onnx" and link == "one_vs_rest" and dtype is torch.float64:
+        pytest.skip("ONNX Runtime has no error function in float64")
+    la, module, x = case("classification", "kron", link, MEAN, dtype)
     assert_recorded(way, module, x, 1e-6)
+    found = WAYS[way](module, x[:4])(x)["mean"]
+    if link != "mc":  # whose draws are those of each input by itself
+        assert (found - la(x, link_approx=link)).abs().max() < 1e-6
+        return
+    for i in (0, 7):
+        alone = la.predict(x[i : i + 1], link_approx="mc", generator=torch.Generator().manual_seed(0)).mean
+        assert (found[i : i + 1] - alone).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+def test_a_regression_is_recorded_as_the_posterior_predicts(dtype, way):
+    la, module, x = case("regression", "kron", None, ALL, dtype)
+    assert_recorded(way, module, x, 1e-6)
+    found, (mean, covariance) = WAYS[way](module, x[:4])(x), la(x)
+    assert (found["mean"] - mean).abs().max() < 1e-6
+    assert (found["variance"] - covariance.diagonal(dim1=1, dim2=2)).abs().max() < 1e-6
+    assert (found["aleatoric"] - la.sigma_noise**2).abs().max() < 1e-6
+
+
+@pytest.mark.slow
+def test_the_default_compiler_computes_the_same():
+    """torch.compile as users call it, which needs a C++ compiler."""
+    for link in ("one_vs_rest", "probit"):
+        la, module, x = case("classification", "kron", link, MEAN, torch.float32)
+        torch.compiler.reset()
+        try:
+            found = torch.compile(module, fullgraph=True)(x)
+        except RuntimeError as error:
+            if "compiler" not in str(error).lower():
+                raise
+            pytest.skip("there is no C++ compiler")
+        assert (found["mean"] - la(x, link_approx=link)).abs().max() < 1e-6
 
 
 @pytest.mark.slow
@@ -328,6 +366,19 @@ def test_an_onnx_file_has_named_inputs_and_outputs(tmp_path):
     found = dict(zip(MEAN, session.run(list(MEAN), {"input": x[:9].numpy()}), strict=True))
     for name, value in module(x[:9]).items():
         assert (torch.from_numpy(found[name]) - value).abs().max() < 1e-6
+
+
+def test_a_file_that_onnx_runtime_does_not_load_is_warned_of(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    la, module, x = case("classification", "kron", "one_vs_rest", "mean", torch.float64)
+    with pytest.warns(LaplaceWarning, match=r"float64.*module\.float\(\)\.to_onnx"):
+        module.to_onnx(tmp_path / "double.onnx", x[:4])
+    with pytest.raises(Exception, match="Erf"):
+        onnxruntime.InferenceSession(tmp_path / "double.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LaplaceWarning)
+        found = written(module.float(), tmp_path, x[:4].float())(input=x.float())
+    assert (found["mean"] - la(x, link_approx="one_vs_rest")).abs().max() < 1e-6
 
 
 @pytest.mark.slow

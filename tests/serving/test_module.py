@@ -315,8 +315,10 @@ def test_refusals():
         la.module(outputs="means")
     with pytest.raises(OptionError, match="one or more"):
         la.module(outputs=())
-    with pytest.raises(OptionError, match="link_approx"):
+    with pytest.raises(OptionError, match=r"^link='logit'"):
         la.module("logit")
+    with pytest.raises(OptionError, match=r"^link=.* is a function"):
+        la.module(lambda f, variance: f)
     with pytest.raises(OptionError, match="seed"):
         la.module(seed=-1)
     with pytest.raises(UnsupportedError, match="last_layer"):

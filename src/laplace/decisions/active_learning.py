@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laplace.checks import choice, generator_or_none, whole_number
 from laplace.decisions import information
-from laplace.decisions.arrays import inputs_for
+from laplace.decisions.arrays import inputs_for, require_source
 from laplace.errors import InputError, OptionError, UnsupportedError, within
 from laplace.inference.blocks import joint_blocks, noise_variance
 from laplace.inference.source import FEWER, Answer, Source, scaled_outputs
@@ -88,10 +88,11 @@ def acquire(
         The chosen indices and their scores.
 
     Raises:
-        OptionError: the method is unknown, or n is larger than the pool.
+        OptionError: `la` is no posterior, the method is unknown, or n is larger than the pool.
         UnsupportedError: the likelihood has no such score.
         InputError: the pool holds no example, or is a DataLoader that shuffles.
     """
+    require_source(la)
     n, method = whole_number(n, "n"), choice(method, METHODS, "method")
     if method != "batch_bald":
         scores = score(la, pool, method, targets=targets, n_samples=n_samples, generator=generator)
@@ -142,10 +143,11 @@ def score(
         (N,), float64, in nats except for 'margin'.
 
     Raises:
-        OptionError: the method is unknown, or `targets` are given to another method than 'epig'.
+        OptionError: `la` is no posterior, the method is unknown, or `targets` are given to another one than 'epig'.
         UnsupportedError: the likelihood has no such score, or the posterior is over functions ('gp') and has targets.
         InputError: the pool holds no example.
     """
+    require_source(la)
     method, generator = choice(method, METHODS, "method"), generator_or_none(generator)
     if targets is not None and method != "epig":
         raise OptionError(f"targets= is for method='epig', not {method!r}; leave it out.")
@@ -166,7 +168,8 @@ def score(
     state = seeded.get_state()
     p = _probabilities(la, pool, n_samples, seeded)
     seeded.set_state(state)  # the same functions at the targets
-    return information.information_about(p, p if targets is None else _probabilities(la, targets, n_samples, seeded))
+    at_targets = p if targets is None else _probabilities(la, targets, n_samples, seeded, "targets")
+    return information.information_about(p, at_targets)
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
@@ -182,11 +185,13 @@ def _is_regression(la: Source) -> bool:
     return True
 
 
-def _drawn(la: Source, pool: Any, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+def _drawn(
+    la: Source, pool: Any, n_samples: int, generator: torch.Generator | None, what: str = "pool"
+) -> Iterator[Tensor]:
     """Yield class probabilities at consecutive batches, (S, n, K). The functions are the same for all of them."""
     if is_shuffled(pool):
         raise InputError(
-            "the pool is a DataLoader that shuffles, so that nobody could tell which inputs the indices mean. Write "
+            f"{what}= is a DataLoader that shuffles, so that nobody could tell which inputs the indices mean. Write "
             "DataLoader(dataset, batch_size, shuffle=False)."
         )
     seed = seed_from(generator)
@@ -207,11 +212,13 @@ def _drawn(la: Source, pool: Any, n_samples: int, generator: torch.Generator | N
                 seen += p.shape[1]
                 yield torch.cat([1 - p, p], -1) if isinstance(la.likelihood, Bernoulli) else p
     if not seen:
-        raise InputError("the pool holds no example; give at least one.")
+        raise InputError(f"{what}= holds no example; give at least one.")
 
 
-def _probabilities(la: Source, pool: Any, n_samples: int, generator: torch.Generator | None) -> Tensor:  # (S, N, K)
-    return torch.cat(list(_drawn(la, pool, n_samples, generator)), 1)
+def _probabilities(
+    la: Source, pool: Any, n_samples: int, generator: torch.Generator | None, what: str = "pool"
+) -> Tensor:  # (S, N, K)
+    return torch.cat(list(_drawn(la, pool, n_samples, generator, what)), 1)
 
 
 # ---- regression ------------------------------------------------------------------------------------------------------
@@ -271,9 +278,11 @@ def _rows(la: Source, x: Any, what: str) -> Tensor:
     """Return inputs of a regression, whose joint covariances are needed."""
     x = inputs_for(la, x)
     if not isinstance(x, Tensor):
-        raise InputError(f"the {what} of a regression is a {type(x).__name__}; a tensor of N inputs is needed.")
+        raise InputError(
+            f"{what}= is a {type(x).__name__}; for a regression a tensor of N inputs is needed, or an array."
+        )
     if not len(x):
-        raise InputError(f"the {what} holds no example; give at least one.")
+        raise InputError(f"{what}= holds no example; give at least one.")
     return x
 
 

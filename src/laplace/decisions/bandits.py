@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace.checks import choice, generator_or_none, one_positive
-from laplace.decisions.arrays import inputs_for
+from laplace.decisions.arrays import inputs_for, require_source
 from laplace.errors import InputError, ModelError, UnsupportedError
 from laplace.inference.drawing import functional_samples
 from laplace.inference.predict import call
@@ -46,10 +46,11 @@ def choose(
         The index of the chosen option in each context, (B,).
 
     Raises:
-        OptionError: the rule is unknown, or `beta` is not positive.
+        OptionError: `la` is no posterior, the rule is unknown, or `beta` is not positive.
         UnsupportedError: the posterior is no regression with one output.
         InputError: there is no dimension of options, or no option.
     """
+    require_source(la)
     rule, beta, generator = choice(rule, RULES, "rule"), one_positive(beta, "beta"), generator_or_none(generator)
     options = inputs_for(la, options)
     if not isinstance(options, Tensor) or options.dim() < 2 or not options.shape[:2].numel():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laplace.checks import generator_or_none, whole_number
+from laplace.decisions.arrays import require_source
 from laplace.errors import UnsupportedError
 from laplace.inference.arguments import pred_type_named
 from laplace.inference.drawing import functional_samples
@@ -67,9 +68,11 @@ def draw_functions(
         A callable: N inputs to outputs (S, N, C).
 
     Raises:
+        OptionError: `la` is no posterior.
         NotFittedError: `fit` was not called yet.
         UnsupportedError: the posterior is over functions, and has no weights to draw.
     """
+    require_source(la)
     if la.frame.functional:
         raise UnsupportedError(
             "a posterior over functions ('gp') has no weights whose draws could be evaluated anywhere. Take "

@@ -63,7 +63,7 @@ class Steps:
                 return None
             layers.append(module)
             if module is last:
-                return None if waiting else cls(steps, layers)
+                return None if waiting else cls(_in_less_memory(steps), layers)
             if kind is nn.Sequential:
                 waiting += reversed(own["_modules"].values())
             elif kind in _KNOWN:
@@ -138,6 +138,26 @@ class Line:
         phi = steps(x.clone() if self._clones else x)
         f = functional.linear(phi, tensors["weight"], tensors["bias"])  # type: ignore[arg-type]
         return (f, phi) if places(steps.tensors) == self._places else None
+
+
+def _in_less_memory(steps: list[Step]) -> list[Step]:
+    """Return steps with the same results: a ReLU after the pooling before which it stood, and in place where it may be.
+
+    ReLU is monotone, so that it commutes with max, and pooled there are fewer numbers. It may write to what the step
+    before it has made, which nobody else has. A second ReLU does nothing.
+    """
+    found = list[Step]()
+    for run, given in steps:
+        before = found[-1][0] if found else None
+        if before in _RELUS and run in _RELUS:
+            continue
+        if before in _RELUS and run is torch.max_pool2d:
+            found[-1:] = [(run, given), (torch.relu_, ())]
+        elif run is torch.relu and before in _NOT_KEPT:
+            found.append((torch.relu_, ()))
+        else:
+            found.append((run, given))
+    return found
 
 
 def is_line(network: nn.Module, last: nn.Module) -> bool:
@@ -241,5 +261,7 @@ _ANEW: Final = (
     torch.tanh,
     torch.max_pool2d,
 )  # make a tensor
+_NOT_KEPT: Final = (functional.linear, torch.conv2d, torch.max_pool2d)  # make a tensor that no gradient is taken from
+_RELUS: Final = (torch.relu, torch.relu_)
 _FORWARDS: Final = [(kind, kind.forward) for kind in _KNOWN]  # somebody may put another one there
 _TENSORS: Final = (Tensor, nn.Parameter, type(None))

@@ -22,7 +22,7 @@ class RowPredictive:
     """Maps one row of outputs and turned features to the mean of the inverse link, and to the variances of the outputs.
 
     Args:
-        right: Q^T, (R, H), contiguous; None for the unit vectors.
+        right: Q^T, (R, H); None for the unit vectors.
         matrix: what w is multiplied by, (R, K): for the variances if they are kept, then for the link's terms.
         bias: what a bias adds, (K,).
         form: the link.
@@ -30,17 +30,21 @@ class RowPredictive:
     """
 
     def __init__(self, right: Tensor | None, matrix: Array, bias: Array, form: RowForm, c: int) -> None:
-        self.right, self._matrix, self._bias, self._form = right, matrix, bias, form
-        self._first = matrix.shape[1] - c  # where the link's terms begin
+        self._form, self._first = form, matrix.shape[1] - c  # where the link's terms begin
+        self.turn = None if right is None else _with_one(right)
+        # With a one among the turned features, the bias is a row of the matrix: one operation less.
+        self._matrix = matrix if right is None else np.concatenate([matrix, bias[None]])
+        self._bias = bias if right is None else None
 
-    def turned(self, phi: Tensor) -> Array:  # (1, H) -> (R,)
-        """Return Q^T phi. Torch multiplies, because its code for that is at hand: the network has just used it."""
-        return (phi if self.right is None else linear(phi, self.right)).numpy()[0]
+    def turned(self, phi: Tensor) -> Array:  # (1, H) -> (R + 1,), or (H,)
+        """Return Q^T phi and a one. Torch multiplies, because its code is at hand: the network has just used it."""
+        return (phi if self.turn is None else linear(phi, *self.turn)).numpy()[0]
 
-    def __call__(self, f: list[float], turned: Array) -> tuple[Array, Array] | None:  # C numbers, (R,)
+    def __call__(self, f: list[float], turned: Array) -> tuple[Array, Array] | None:  # C numbers, what `turned` returns
         """Return the mean, (C,), and the variances, (C,) or (0,). None if a number is not finite."""
         found = (turned * turned).dot(self._matrix)
-        found += self._bias
+        if self._bias is not None:
+            found += self._bias
         numbers = found.tolist()
         if not math.isfinite(sum(numbers) + sum(f)):
             return None
@@ -67,8 +71,15 @@ def row_predictive(
     matrices = [_rows(spread) for spread in spreads]
     matrices[-1] = form.terms(matrices[-1])
     both = np.concatenate(matrices, 1).astype(dtype)
-    turn = None if right is None else right.T.contiguous()
+    turn = None if right is None else right.T
     return RowPredictive(turn, both[:-1].copy(), both[-1].copy(), form, first.shape[1])
+
+
+def _with_one(right: Tensor) -> tuple[Tensor, Tensor]:  # (R, H) -> (R + 1, H), (R + 1,)
+    """Return a weight and a bias that map features to the turned ones and a one."""
+    weight, bias = right.new_zeros(len(right) + 1, right.shape[1]), right.new_zeros(len(right) + 1)
+    weight[:-1], bias[-1] = right, 1
+    return weight, bias
 
 
 def _rows(spread: Factored) -> Array:  # (R + 1, C), float64

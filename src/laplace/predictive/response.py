@@ -43,36 +43,38 @@ class Response(ABC):
     joint: bool = False
     drawn_uncertainty: bool = False
 
-    def link_named(self, name: str | None, as_in_paper: bool = False) -> str:
+    def link_named(self, name: str | None, as_in_paper: bool = False, what: str = "link_approx") -> str:
         """Return the name of the link. For None, `default_link`, or the first of `links` if `as_in_paper`.
 
-        Without links, any name is accepted.
+        Without links, any name is accepted. `what` is the name of the argument in errors.
         """
         if not self.links:
             return ""
         if name is None:
             first = next(iter(self.links))
             return first if as_in_paper else self.default_link or first
-        return choice(name, self.links, "link_approx")
+        return choice(name, self.links, what)
 
-    def link_of(self, link: str | Link | None, as_in_paper: bool = False) -> tuple[str, Link | None]:
+    def link_of(
+        self, link: str | Link | None, as_in_paper: bool = False, what: str = "link_approx"
+    ) -> tuple[str, Link | None]:
         """Return a link with its name: the one of that name, the default, or one of the user's own.
 
-        The name is empty, and there is no link, where outputs stand for themselves. `as_in_paper` chooses the default,
-        as in `link_named`.
+        The name is empty, and there is no link, where outputs stand for themselves. `as_in_paper` and `what` are those
+        of `link_named`.
         """
         if isinstance(link, Link):
             if not self.links:
                 raise OptionError(
-                    f"link_approx=Link(...) is for likelihoods with links; the outputs of {type(self).__name__} stand "
+                    f"{what}=Link(...) is for likelihoods with links; the outputs of {type(self).__name__} stand "
                     "for themselves. Leave it out."
                 )
             return "own link", link
         if callable(link) and not isinstance(link, str):
             raise OptionError(
-                f"link_approx={shown(link)} is a function; write Link.of_variances(fn) for a mean of (f, variance)."
+                f"{what}={shown(link)} is a function; write Link.of_variances(fn) for a mean of (f, variance)."
             )
-        name = self.link_named(link, as_in_paper)
+        name = self.link_named(link, as_in_paper, what)
         return name, self.links[name] if name else None
 
     def location_outputs(self, n_outputs: int) -> slice:

@@ -81,8 +81,8 @@ class OneVsRestRow(RowForm):
         y, speed = known.grid.numpy()[:, : integral.POINTS], known.grid.numpy()[:, integral.POINTS :]
         self._grid = np.concatenate([-y, speed], 1)
         each, nodes = np.eye(c, dtype=dtype), self._nodes.reshape(1, -1)
-        exponents = np.concatenate([np.kron(each, np.ones_like(nodes)), np.kron(each, nodes)])
-        # What maps (m, sqrt(u), bounds) to the exponents m + sqrt(u) x of all nodes x, to -y and to dy/dt.
+        exponents = np.concatenate([np.kron(np.ones_like(nodes), each), np.kron(nodes, each)])
+        # What maps (m, sqrt(u), bounds) to the exponents m + sqrt(u) x, node by node, to -y and to dy/dt.
         self._map = np.zeros((2 * c + 3, 7 * c + 2 * integral.POINTS), dtype)
         self._map[: 2 * c, : 7 * c], self._map[2 * c :, 7 * c :] = exponents, self._grid
 
@@ -121,27 +121,27 @@ class OneVsRestRow(RowForm):
         else:
             points = np.array(bounds, self._dtype).dot(self._grid)
             speed = points[integral.POINTS :]
-            a = np.array(numbers, self._dtype) + points[: integral.POINTS, None]  # (Y, C)
-            u = np.array([v if v > 0 else 0.0 for v in terms], self._dtype)
+            a = np.array(numbers, self._dtype)[:, None] + points[: integral.POINTS]  # (C, Y)
+            u = np.array([v if v > 0 else 0.0 for v in terms], self._dtype)[:, None]
             wide = min(terms) >= integral.WIDE
             below, density = self._by_mixture(a, u) if wide else self._by_both(a, u)
-        together = np.multiply.reduce(below, 1)
+        together = np.multiply.reduce(below, 0)
         together *= speed
         density /= below
-        p = together.dot(density)
+        p = density.dot(together)
         p /= sum(p.tolist())
         return p
 
     def _by_outer_product(self, exponents: Array) -> tuple[Array, Array]:
         """Return F and F' where u is small: e^(m + sqrt(u) x - y) is a product. F > 0, because a is small."""
-        first, weights, shape = 7 * self.c, self._node_weights, (integral.POINTS, self.c)
+        first, weights, shape = 7 * self.c, self._node_weights, (self.c, integral.POINTS)
         factors = np.exp(exponents)
-        x = factors[first:, None].dot(factors[None, :first])  # (Y, 7 C)
+        x = factors[:first, None].dot(factors[None, first:])  # (7 C, Y)
         each = np.negative(x)
         np.exp(each, each)
-        below = each.reshape(-1, 7).dot(weights)
+        below = weights.dot(each.reshape(7, -1))
         each *= x
-        return below.reshape(shape), each.reshape(-1, 7).dot(weights).reshape(shape)
+        return below.reshape(shape), weights.dot(each.reshape(7, -1)).reshape(shape)
 
     def _by_nodes(self, a: Array, spread: Array) -> tuple[Array, Array]:
         """Return F and F' where u is small."""

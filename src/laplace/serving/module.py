@@ -128,7 +128,7 @@ class PredictiveModule(nn.Module):
 
         Its inputs have the names of the network's own arguments, or the keys of a mapping that is one argument. The
         first dimension is the batch; the others are those of the example. Numbers are as here to a relative 1e-6; in
-        float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need.
+        float64, ONNX Runtime has no error function, which 'one_vs_rest' and 'quadrature' need: then there is a warning.
 
         Args:
             path: the file.
@@ -276,7 +276,7 @@ def module(
     wanted = tuple(choice(name, OUTPUTS, "outputs") for name in wanted)
     if not wanted or len(set(wanted)) < len(wanted):
         raise OptionError(f"outputs={shown(outputs)} must name one or more of {', '.join(map(repr, OUTPUTS))}.")
-    _, how = response.link_of(link)
+    _, how = response.link_of(link, what="link")
     n_samples, seed = whole_number(n_samples, "n_samples", 2), whole_number(seed, "seed", 0, LARGEST)
     _require_last_layer(fit.structure, runner.weights)
     runner.notice_changes(fit)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import UnsupportedError
+from laplace.errors import LaplaceWarning, UnsupportedError
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.serving.outputs import WRITTEN_OUT
 
@@ -47,9 +47,21 @@ def write_onnx(
             "and 'probit' and 'bridge' for more. If it is the network, take torch.export.export(module, inputs)."
         ) from error
     assert program is not None
+    _warn_of_double_erf(program.model.graph, path)
     inputs = [name for argument, value in arguments.items() for name in _names(argument, value)]
     _name(program.model.graph, inputs, outputs)
     program.save(os.fspath(path), external_data=False)
+
+
+def _warn_of_double_erf(graph: Any, path: Any) -> None:
+    """Warn of a file that is valid ONNX, and that ONNX Runtime does not load."""
+    if any(node.op_type == "Erf" and getattr(node.inputs[0].dtype, "name", "") == "DOUBLE" for node in graph):
+        warnings.warn(
+            f"{os.fspath(path)} needs an error function in float64, which ONNX Runtime does not have: it will not load "
+            "the file. Write module.float().to_onnx(path, x.float()), or take a link without one, such as 'probit'.",
+            LaplaceWarning,
+            stacklevel=4,
+        )
 
 
 def _of_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
