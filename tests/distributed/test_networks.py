@@ -98,6 +98,8 @@ def sharded(subset: Any) -> dict[str, Any]:
     shard = DataLoader(data, 4, sampler=ShardSampler(data))
     found["predicted"].append(float((la.predict(shard, group=world).mean - one.predict(x).mean).abs().max()))
     found["alone"] = said(lambda: la(x))
+    if subset == "last_layer":
+        found["module"] = said(la.module)
     found["bad batch"] = said(
         lambda: la.fit(batches if rank == 0 else [(x * float("nan"), data.tensors[1])], group=world)
     )
@@ -138,6 +140,8 @@ def test_a_network_sharded_by_fsdp_has_the_posterior_of_the_plain_one(two, subse
         there = {"all": "1", "last_layer": "3"}.get(str(subset), "0").split()  # without a norm, 1 has no weights
         assert found["still sharded"] == [f"{i}.{key}" for i in "013" if i not in there for key in ("bias", "weight")]
         assert "UnsupportedError: the network is sharded by fully_shard" in found["alone"]
+        if subset == "last_layer":
+            assert "and a module has to hold all of it. Write la.save(path, group=...)" in found["module"]
     assert "rank 1: batch 0" in one["bad batch"]
     assert "rank 1 failed" in zero["bad batch"]
 
