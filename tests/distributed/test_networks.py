@@ -11,6 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace import Laplace, marglik_training
 from laplace.distributed import ShardSampler, together
 from laplace.errors import LaplaceError
+from laplace.network.pieces import _in_one_exchange
 from ranks import Pool
 
 pytestmark = pytest.mark.slow  # the first DistributedDataParallel of a process takes seconds
@@ -232,8 +234,18 @@ def in_a_part_of_the_group() -> str:
     )
 
 
-def test_a_group_without_some_of_the_pieces_is_refused():
+def gathered_by_rows() -> bool:
+    """Whether parameters of which some ranks have more rows than others, or none, are put together as torch does."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    shapes = [(n, *rest) for n in range(8) for rest in ((), (2,), (2, 3))]
+    generator = torch.Generator().manual_seed(0)
+    pieces = [distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)]) for shape in shapes]
+    return all(map(torch.equal, _in_one_exchange(pieces, mesh), [piece.full_tensor() for piece in pieces]))
+
+
+def test_parameters_of_three_ranks_are_gathered_by_rows_and_a_group_without_some_is_refused():
     three = Pool(3)
+    assert all(three.run(gathered_by_rows))
     *told, _ = three.run(in_a_part_of_the_group, seconds=50)  # the group's timeout is 60 seconds
     three.close()
     assert all("sharded by fully_shard over 3 ranks, and group= has 2. Give the group" in message for message in told)
