@@ -19,6 +19,7 @@ import torch
 from torch import distributed, multiprocessing
 
 SECONDS = 120.0  # that all ranks together may take for one check
+START = 300.0  # and to start, and to import what a check needs, which takes as long as the machine is busy
 
 
 class Pool:
@@ -30,7 +31,7 @@ class Pool:
 
     def _start(self) -> None:
         size, context = self.size, multiprocessing.get_context("spawn")
-        self.closed, self.folder = False, tempfile.TemporaryDirectory()
+        self.closed, self.folder, self.loaded = False, tempfile.TemporaryDirectory(), set[str]()
         self.calls = [context.Queue() for _ in range(size)]
         self.results = context.Queue()
         self.processes = [
@@ -48,21 +49,27 @@ class Pool:
         """Call function(*args) on every rank, and return what each returned. Ranks that are `lost` do not answer."""
         if self.closed:  # after a check that failed
             self._start()
+        file = function.__code__.co_filename
+        if file not in self.loaded:
+            self._all(file, None, (), START, self.size)
+            self.loaded.add(file)
+        return self._all(file, function.__name__, args, seconds, self.size - len(lost))
+
+    def _all(self, file: str, name: str | None, args: tuple[Any, ...], seconds: float, answers: int) -> list[Any]:
+        """Have every rank load a file, and call a function of it if one is named."""
         for calls in self.calls:
-            calls.put((function.__code__.co_filename, function.__name__, args))
+            calls.put((file, name, args))
         found: dict[int, Any] = {}
         end = time.monotonic() + seconds
-        while len(found) < self.size - len(lost):
+        while len(found) < answers:
             try:
                 rank, value, error = self.results.get(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
                 self.close()
-                raise AssertionError(
-                    f"{function.__name__} hangs: ranks {sorted(found)} of {self.size} answered"
-                ) from None
+                raise AssertionError(f"{name or file} hangs: ranks {sorted(found)} of {self.size} answered") from None
             if error is not None:
                 self.close()
-                raise AssertionError(f"rank {rank} of {self.size} in {function.__name__}:\n{error}")
+                raise AssertionError(f"rank {rank} of {self.size} in {name or file}:\n{error}")
             found[rank] = value
         return [found.get(rank) for rank in range(self.size)]
 
@@ -95,6 +102,6 @@ def _serve(rank: int, size: int, folder: str, calls: Any, results: Any, path: li
                 assert spec.loader is not None
                 modules[file] = sys.modules[Path(file).stem] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(modules[file])
-            results.put((rank, getattr(modules[file], name)(*args), None))
+            results.put((rank, None if name is None else getattr(modules[file], name)(*args), None))
         except BaseException:
             results.put((rank, None, traceback.format_exc()))

@@ -159,6 +159,7 @@ def test_a_rank_that_fails_ends_the_call_on_all_ranks(two):
         assert re.search(rf"rank 1 failed, .*{kind}.*{message.removeprefix('rank 1: ')}", zero[name][1], re.DOTALL), (
             zero[name]
         )
+    assert "differ.) The posterior is as it was" in zero["networks"][1]
     assert "raised by the loader while it read batch 2" in zero["memory"][1]
     assert re.search("raised in batch(es 0 to 5| 3)", zero["memory of gradients"][1])  # six small batches ran as one
     assert "raised in batch 3." in zero["memory of the network"][1]

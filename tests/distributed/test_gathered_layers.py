@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace import Laplace
-from laplace.distributed import ShardSampler, together
+from laplace.distributed import Ranks, ShardSampler, together
 from peak import peak
 from ranks import Pool
 
@@ -156,6 +157,50 @@ def test_all_weights_of_a_sharded_network_have_the_posterior_of_the_plain_one(
         assert found["evidence"] < near
         assert found["answers"] < near
         assert found["left"] == []
+
+
+class Block(nn.Module):
+    """Six parameters that belong together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 9), nn.Linear(9, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(self.up(x).tanh()))
+
+
+def exchanges() -> tuple[list[set[str]], list[set[str]]]:
+    """Return the units of a network, and what is gathered at once in a prediction: its way there and those back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(6, 3)).double()
+    names = [name for name, _ in model.named_parameters()]
+    for block in model[:2]:
+        fully_shard(block)
+    fully_shard(model)
+    data, world = TensorDataset(torch.randn(N, 6).double(), torch.arange(N) % 3), distributed.group.WORLD
+    la = Laplace(model, "classification", "all").fit(DataLoader(data, 4, sampler=ShardSampler(data)), group=world)
+    ask, found = Ranks.ask, []
+
+    def noted(ranks: Ranks, service: str, key: Any, detail: Any = None) -> Any:
+        found.append({names[index] for index in key[1]})
+        return ask(ranks, service, key, detail)
+
+    Ranks.ask = noted  # type: ignore[method-assign]
+    try:
+        with together(world):
+            la(data.tensors[0][:5])
+    finally:
+        Ranks.ask = ask  # type: ignore[method-assign]
+    return [{name for name in names if name[0] == unit} for unit in "201"], found  # the root first
+
+
+def test_all_parameters_of_a_layer_are_gathered_in_one_exchange(two):
+    for units, found in two.run(exchanges):
+        assert found[: len(units)] == units
+        back = [next(i for i, unit in enumerate(units) if names <= unit) for names in found[len(units) :]]
+        assert back[:3] == [0, 2, 1]
+        assert all(one != other for one, other in pairwise(back))  # once for each vector that is sent back
 
 
 def grown_in_a_prediction() -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from laplace import Laplace, marglik_training
 from laplace.distributed import ShardSampler, together
 from laplace.errors import LaplaceError
+from laplace.network.pieces import _in_one_exchange
 from ranks import Pool
 
 pytestmark = pytest.mark.slow  # the first DistributedDataParallel of a process takes seconds
@@ -98,6 +100,8 @@ def sharded(subset: Any) -> dict[str, Any]:
     shard = DataLoader(data, 4, sampler=ShardSampler(data))
     found["predicted"].append(float((la.predict(shard, group=world).mean - one.predict(x).mean).abs().max()))
     found["alone"] = said(lambda: la(x))
+    if subset == "last_layer":
+        found["module"] = said(la.module)
     found["bad batch"] = said(
         lambda: la.fit(batches if rank == 0 else [(x * float("nan"), data.tensors[1])], group=world)
     )
@@ -138,6 +142,8 @@ def test_a_network_sharded_by_fsdp_has_the_posterior_of_the_plain_one(two, subse
         there = {"all": "1", "last_layer": "3"}.get(str(subset), "0").split()  # without a norm, 1 has no weights
         assert found["still sharded"] == [f"{i}.{key}" for i in "013" if i not in there for key in ("bias", "weight")]
         assert "UnsupportedError: the network is sharded by fully_shard" in found["alone"]
+        if subset == "last_layer":
+            assert "and a module has to hold all of it. Write la.save(path, group=...)" in found["module"]
     assert "rank 1: batch 0" in one["bad batch"]
     assert "rank 1 failed" in zero["bad batch"]
 
@@ -228,8 +234,18 @@ def in_a_part_of_the_group() -> str:
     )
 
 
-def test_a_group_without_some_of_the_pieces_is_refused():
+def gathered_by_rows() -> bool:
+    """Whether parameters of which some ranks have more rows than others, or none, are put together as torch does."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    shapes = [(n, *rest) for n in range(8) for rest in ((), (2,), (2, 3))]
+    generator = torch.Generator().manual_seed(0)
+    pieces = [distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)]) for shape in shapes]
+    return all(map(torch.equal, _in_one_exchange(pieces, mesh), [piece.full_tensor() for piece in pieces]))
+
+
+def test_parameters_of_three_ranks_are_gathered_by_rows_and_a_group_without_some_is_refused():
     three = Pool(3)
+    assert all(three.run(gathered_by_rows))
     *told, _ = three.run(in_a_part_of_the_group, seconds=50)  # the group's timeout is 60 seconds
     three.close()
     assert all("sharded by fully_shard over 3 ranks, and group= has 2. Give the group" in message for message in told)

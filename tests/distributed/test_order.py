@@ -206,3 +206,31 @@ def test_accelerate_is_said_to_repeat_examples_only_where_it_does(even):
     assert (found.note is not None) == even
     expected = torch.randperm(N, generator=torch.Generator().manual_seed(0))[::2]
     assert torch.equal(found.places, expected)  # shuffled, the same order on all ranks, without repeats
+
+
+class Opened(Dataset):
+    """Examples that a worker of the loader has to open first, as a file."""
+
+    opened = False
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> int:
+        if not self.opened:
+            raise ValueError("not opened")
+        return i
+
+
+def opening(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.opened = True  # type: ignore[union-attr]
+
+
+def test_data_read_without_repeats_has_the_workers_of_its_loader():
+    opened = Opened()
+    loader = DataLoader(opened, 4, sampler=DistributedSampler(opened, 2, 0, shuffle=False), num_workers=1,
+                        worker_init_fn=opening, timeout=60)  # fmt: skip
+    found = shard_of(loader, FirstOfTwo())
+    assert found.note is not None
+    assert torch.cat([*found.loader]).tolist() == [*range(0, N, 2)]
+    assert found.loader.timeout == 60  # type: ignore[attr-defined]

@@ -290,8 +290,9 @@ def test_what_needs_all_factors_in_one_place_is_refused_and_nothing_hangs(two):
         assert "gives each rank a part of the data" in found["validation"]
         for name in ("as_prior", "H", "covariance"):
             assert "needs all factors in one place" in found[name]
-        for name in ("full", "damping", "lowrank"):
-            assert "Take 'kron', 'ekfac', 'inf', 'block' or 'diag'" in found[name]
+        for name in ("full", "lowrank"):
+            assert "Take 'kron', 'ekfac', 'inf', 'block' or 'diag', or leave out shard_factors=True." in found[name]
+        assert "Leave out damping, or leave out shard_factors=True." in found["damping"]
         assert "checkpoint= with shard_factors=True" in found["checkpoint"]
         assert found["still there"] == "nothing"
     assert "rank 1: batch 0" in one["NaN"]

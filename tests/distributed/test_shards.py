@@ -12,7 +12,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from laplace import Laplace, marglik_training
+from laplace import Laplace, marglik_training, report
 from laplace.distributed import ShardSampler
 from laplace.errors import LaplaceError, OptionError, ProcessesWarning
 
@@ -64,6 +64,7 @@ def refusals() -> dict[str, str]:
         "own": said(fit(sharded, group=None)),
         "calibrate": said(lambda: fit(sharded, group=None)().calibrate(sharded)),
         "conformal": said(lambda: fit(sharded, group=None)().conformal(sharded)),
+        "report": said(lambda: report(fit(sharded, group=None)(), whole, val_loader=sharded)),
     }
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -88,6 +89,7 @@ def test_shards_without_a_group_are_refused_and_so_is_data_that_every_rank_reads
         assert found["own"] == "nothing"
         for name in ("calibrate", "conformal"):
             assert f"la.{name}: its DistributedSampler gives this rank a part of the data" in found[name]
+        assert "laplace.report: its DistributedSampler gives this rank a part of the data" in found["report"]
         assert "one of 2 processes" in found["plain"]
         assert found["alone"] == "31"
 

@@ -92,6 +92,31 @@ def test_predictions_of_shards_are_gathered_in_order(two):
         assert "a posterior that 2 ranks fitted together" in found["refused"]
 
 
+def tensors_of_each_rank() -> dict[str, tuple[int, list[str]]]:
+    """By what the ranks give to predict, the number of rows, and the warnings of this rank."""
+    world, whole, rank = distributed.group.WORLD, data(), distributed.get_rank()
+    la, x = Laplace(network(), "classification").fit(shard(whole), group=world), whole.tensors[0]
+    found = {}
+    for name, own in {"others": x[rank:], "none": x[:0], "some": x[: 4 * rank], "the same": x[:3]}.items():
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                rows = len(la.predict(own, group=world).mean)
+            except LaplaceError:
+                rows = 0
+        found[name] = rows, [str(w.message) for w in warned]
+    return found
+
+
+def test_the_same_inputs_on_all_ranks_are_told_once(two):
+    zero, one = two.run(tensors_of_each_rank)
+    expected = {"others": (2 * N - 1, []), "none": (0, []), "some": (4, []), "the same": (6, [])}
+    assert one == expected
+    (said,) = zero["the same"][1]
+    assert zero == expected | {"the same": (6, [said])}
+    assert "all 2 ranks predict the same inputs, which come 2 times in the result. With group=, each rank" in said
+
+
 def saved(path: str) -> bool:
     world, whole = distributed.group.WORLD, data()
     la = Laplace(network(), "classification").fit(shard(whole), group=world)

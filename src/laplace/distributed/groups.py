@@ -60,6 +60,19 @@ def reduce_to_calibrate(group: Any, loader: Any, call: str) -> Reduce:
     return alone if isinstance(group, Unsaid) else reduce_over(group, None, None)
 
 
+def require_whole(loader: Any, call: str) -> None:
+    """Refuse data that is divided over several ranks, for a call that has no `group=`.
+
+    Raises:
+        OptionError: this rank would see a part of the data alone.
+    """
+    if world_size() > 1 and (what := divided_by(loader)) is not None:
+        raise OptionError(
+            f"{call}: {what} gives this rank a part of the data, and nothing would say so. Give all of it, on one rank "
+            "or on each: DataLoader(dataset, batch_size) without that sampler."
+        )
+
+
 def is_group_here(group: Any) -> TypeGuard[distributed.ProcessGroup]:
     """Return whether this is a process group in which this process is."""
     known = distributed.is_available() and isinstance(group, distributed.ProcessGroup)

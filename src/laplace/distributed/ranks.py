@@ -222,8 +222,9 @@ class Ranks(Reduce):
         self._final = any(report.final or report.calls != self._calls for report in reports)
         first = min(failed)
         more = f" ({len(failed)} of {self.size} ranks failed.)" if len(failed) > 1 else ""
+        end = "" if failed[first].endswith(".)") else "."
         self._why = (
-            f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}.{more} The "
+            f"rank {first} failed, so that rank {self.rank} cannot go on: {failed[first].rstrip('.')}{end}{more} The "
             "posterior is as it was before the call, on every rank."
         )
         raise RankError(self._why)

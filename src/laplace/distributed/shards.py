@@ -157,8 +157,9 @@ def _dealt_out(loader: Any, ranks: Reduce, what: str, order: Any, repeats: bool 
     seed = order.seed if isinstance(order, DistributedSampler) else 0  # the same on all ranks
     sampler = ShardSampler(len(dataset), ranks.rank, ranks.size, shuffle=shuffle, seed=seed)
     sampler.set_epoch(getattr(order, "epoch", 0))
-    made = DataLoader(dataset, size, sampler=sampler, collate_fn=collate, num_workers=loader.num_workers,
-                      generator=torch.Generator())  # fmt: skip
+    kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    options = {name: getattr(loader, name) for name in kept}
+    made = DataLoader(dataset, size, sampler=sampler, collate_fn=collate, generator=torch.Generator(), **options)
     return Shard(made, len(dataset), torch.tensor(list(sampler)), f"{what} {_REPEATS}" if repeats else None)
 
 

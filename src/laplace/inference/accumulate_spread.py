@@ -45,10 +45,14 @@ def require_spreadable(structure: Structure, checkpoint: bool) -> None:
     damped = bool(getattr(structure, "damping", False))
     several = structure.passes > 1 and not isinstance(structure, Ekfac)  # a second run of a kind that we do not know
     if not isinstance(structure, BlockDiagonal) or several or damped:
-        why = "splits the prior over the factors (damping)" if damped else "keeps more than a block per tensor"
+        why = (
+            "splits the prior over the factors (damping). Leave out damping"
+            if damped
+            else "keeps more than a block per tensor. Take 'kron', 'ekfac', 'inf', 'block' or 'diag'"
+        )
         raise UnsupportedError(
             f"shard_factors=True keeps the factors of each layer on one rank, and hessian_structure={structure.name!r} "
-            f"{why}. Take 'kron', 'ekfac', 'inf', 'block' or 'diag', or leave out shard_factors=True."
+            f"{why}, or leave out shard_factors=True."
         )
     if checkpoint:
         raise UnsupportedError(

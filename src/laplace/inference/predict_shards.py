@@ -19,6 +19,7 @@ from laplace.linalg.sampling import Draws, seed_from
 from laplace.network.batches import is_one_batch
 from laplace.network.digests import Digest
 from laplace.network.inputs import Inputs
+from laplace.network.pytree import tensors_in
 from laplace.predictive.mixtures import Outputs, joined
 from laplace.predictive.positions import Positions
 from laplace.predictive.reshape import Reshaper
@@ -44,12 +45,26 @@ def same_draws(draws: Draws, reduce: Reduce) -> Draws:
 def divided_inputs(x: Any, reduce: Reduce, source: Source) -> Shard:
     """Return the part of the inputs that this rank predicts. Refuse a data set that every rank reads whole.
 
-    One batch, as a tensor, is this rank's own: what the others have is not compared. It may be empty.
+    One batch, as a tensor, is this rank's own, and may be empty. If all ranks have the same, it may be meant so.
     """
     empty = isinstance(x, Tensor) and x.shape[:1] == (0,)
-    if any(reduce.agree(lambda: is_one_batch(x))):
+    given = reduce.agree(lambda: _digest(x) if is_one_batch(x) else None)
+    if any(digest is not None for digest in given):
+        if given[0] and len(set(given)) == 1 and reduce.rank == 0:
+            source.warn_once(
+                "the same inputs",
+                f"all {reduce.size} ranks predict the same inputs, which come {reduce.size} times in the result. "
+                "With group=, each rank gives inputs of its own, x[:0] if it has none. If every rank wants the "
+                "predictions of x: `with laplace.distributed.together(group): la.predict(x)`.",
+            )
         return Shard([] if empty else x)
     return divided(x, reduce, source, "would be predicted")
+
+
+def _digest(x: Any) -> str:
+    """Return a digest of one batch of inputs; nothing of an empty one, or of one without tensors."""
+    tensors = [t for t in tensors_in(x) if t.numel()]
+    return Digest().add(*tensors).hex() if tensors else ""
 
 
 def marked(batches: Iterable[Batch], marks: list[float]) -> Iterator[Batch]:

@@ -9,14 +9,14 @@ stand-in that requires grad is the leaf of autograd's graph: gradients of gather
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._C import _autograd
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -26,7 +26,8 @@ from laplace.distributed.ranks import SERVICES, Ranks
 from laplace.distributed.together import ranks_together
 from laplace.errors import UnsupportedError
 
-_SERVICE: Final = "pieces of a parameter"
+_SERVICE: Final = "pieces of parameters"
+_SMALL: Final = 2**20  # bytes of a parameter: up to these, those of a layer are sent together, which takes a copy
 _PIECE: Final = "_laplace_piece"  # on a stand-in
 SETTLED: Final = "_laplace_settled"  # on a parameter that was gathered for good: its stand-in
 UNIT: Final = "_laplace_unit"  # on the copy of a module that FSDP gathers as a whole: modules around it leave it alone
@@ -75,32 +76,68 @@ class Piece:
         """Return the piece of this rank, a DTensor."""
         return _networks[self.network][self.index]
 
-    def gather(self, ranks: Ranks | None = None) -> Tensor:
-        """Return the whole parameter. All ranks take part."""
-        ranks = ranks_together() if ranks is None else ranks
-        there = self.own.device_mesh.size()
-        if ranks is None and there > 1:
-            raise UnsupportedError(
-                "the network is sharded by fully_shard, and each run gathers its layers from all ranks. Make this call "
-                "on all of them, with group=torch.distributed.group.WORLD: la.predict(x, group=...), where each rank "
-                "may have inputs of its own, la.fit(loader, group=...), la.save(path, group=...), Laplace.load(path, "
-                "model, group=...); or `with laplace.distributed.together(group):` around any other call."
-            )
-        if ranks is not None and there > ranks.size:
-            raise UnsupportedError(
-                f"the network is sharded by fully_shard over {there} ranks, and group= has {ranks.size}. Give the "
-                "group of all ranks that have pieces of it, such as torch.distributed.group.WORLD."
-            )
-        with _plain_torch():
-            return self.own.full_tensor() if ranks is None else ranks.ask(_SERVICE, (self.network, self.index))
 
-
-def _gathered(key: tuple[int, int], _: list[Any]) -> Tensor:
+def gather(pieces: Sequence[Piece], ranks: Ranks | None = None) -> list[Tensor]:
+    """Return whole parameters of one network. All ranks take part: one of them asks for all of these at once."""
+    ranks = ranks_together() if ranks is None else ranks
+    there = max((piece.own.device_mesh.size() for piece in pieces), default=1)
+    if ranks is None and there > 1:
+        raise UnsupportedError(
+            "the network is sharded by fully_shard, and each run gathers its layers from all ranks. Make this call on "
+            "all of them, with group=torch.distributed.group.WORLD: la.predict(x, group=...), where each rank may have "
+            "inputs of its own, la.fit(loader, group=...), la.save(path, group=...), Laplace.load(path, model, "
+            "group=...); or `with laplace.distributed.together(group):` around any other call."
+        )
+    if ranks is not None and there > ranks.size:
+        raise UnsupportedError(
+            f"the network is sharded by fully_shard over {there} ranks, and group= has {ranks.size}. Give the group of "
+            "all ranks that have pieces of it, such as torch.distributed.group.WORLD."
+        )
+    if not pieces:
+        return []
+    key = pieces[0].network, tuple(piece.index for piece in pieces)
     with _plain_torch():
-        return Piece(*key).own.full_tensor().detach()
+        return _gathered(key, []) if ranks is None else ranks.ask(_SERVICE, key)
+
+
+def _gathered(key: tuple[int, tuple[int, ...]], _: list[Any]) -> list[Tensor]:
+    """Gather parameters: small ones together, each large one by itself. All ranks do so in the same order."""
+    network, indices = key
+    found: dict[int, Tensor] = {}
+    small: dict[tuple[Any, torch.dtype], list[int]] = {}
+    with _plain_torch():
+        for index in indices:
+            own = _networks[network][index]
+            if own.numel() * own.element_size() <= _SMALL and _is_in_rows(own):
+                small.setdefault((own.device_mesh, own.dtype), []).append(index)
+            else:
+                found[index] = own.full_tensor().detach()
+        for (mesh, _dtype), chosen in small.items():
+            values = _in_one_exchange([_networks[network][index] for index in chosen], mesh)
+            found.update(zip(chosen, values, strict=True))
+    return [found[index] for index in indices]
 
 
 SERVICES[_SERVICE] = _gathered
+
+
+def _is_in_rows(own: Any) -> bool:
+    """Return whether each rank has some of the rows, as fully_shard cuts a parameter unless it is told otherwise."""
+    return own.device_mesh.ndim == 1 and own.placements[0].is_shard(0)
+
+
+def _in_one_exchange(pieces: list[Any], mesh: Any) -> list[Tensor]:
+    """Gather parameters of one dtype of which each rank has some rows: the first ranks equally many, the last fewer."""
+    size = mesh.size()
+    shares = [-(-own.shape[0] // size) * own.shape[1:].numel() for own in pieces]
+    sent = pieces[0].to_local().new_zeros(sum(shares))
+    for own, room in zip(pieces, sent.split(shares), strict=True):
+        local = own.to_local().flatten()
+        room[: len(local)] = local
+    everyone = sent.new_empty(size, len(sent))
+    distributed.all_gather(list(everyone), sent, group=mesh.get_group())
+    parts = everyone.split(shares, 1)
+    return [part.flatten()[: own.numel()].clone().view(own.shape) for own, part in zip(pieces, parts, strict=True)]
 
 
 @contextmanager
@@ -118,7 +155,7 @@ def is_stand_in(t: Any) -> bool:
 def whole(t: Tensor) -> Tensor:
     """Return a tensor of a network. One of which each rank has a piece is gathered."""
     piece = getattr(t, _PIECE, None)
-    return t if piece is None else piece.gather()
+    return t if piece is None else gather([piece])[0]
 
 
 def behind(tensors: Iterable[Tensor]) -> list[Any]:
@@ -166,16 +203,17 @@ def present(module: nn.Module) -> Iterator[None]:
         yield
         return
     tracing = torch.is_grad_enabled() and peek_interpreter_stack() is None
-    values: dict[Piece, Tensor] = {}
-    tensors: dict[int, Tensor] = {}
+    stand_ins = {getattr(p, _PIECE): p for _, _, p in found}
+    values = dict(zip(stand_ins, gather([*stand_ins]), strict=True))
     try:
+        tensors = {
+            piece: cast("Tensor", Gathered.apply(p, [values[piece]]))
+            if tracing and p.requires_grad
+            else _parameter(values[piece])
+            for piece, p in stand_ins.items()
+        }
         for owner, key, p in found:
-            if id(p) not in tensors:
-                piece = getattr(p, _PIECE)
-                value = values[piece] = piece.gather()
-                tracked = tracing and p.requires_grad
-                tensors[id(p)] = cast("Tensor", Gathered.apply(p, [value])) if tracked else _parameter(value)
-            owner._parameters[key] = tensors[id(p)]  # type: ignore[assignment]
+            owner._parameters[key] = tensors[getattr(p, _PIECE)]  # type: ignore[assignment]
         if not tracing or _is_kept_by_others():
             yield
             return
@@ -215,15 +253,35 @@ def _by_name(gathered: dict[Piece, Tensor]) -> tuple[Callable[[Tensor], Any], Ca
     """Return what autograd does to keep a tensor, and to get it back: gathered parameters are kept by their names."""
     memory = {t.untyped_storage().data_ptr(): piece for piece, t in gathered.items()}
     ranks = ranks_together()  # autograd may come back on another thread
+    named: dict[Piece, None] = {}
 
     def keep(t: Tensor) -> Any:
         piece = memory.get(t.untyped_storage().data_ptr()) if t.layout is torch.strided else None
-        return t if piece is None else (piece, t.size(), t.stride(), t.storage_offset())
+        if piece is None:
+            return t
+        named[piece] = None
+        return piece, t.size(), t.stride(), t.storage_offset()
 
     def get(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         piece, *place = kept
-        return piece.gather(ranks).as_strided(*place)
+        return _on_the_way_back(named, ranks)[piece].as_strided(*place)
 
     return keep, get
+
+
+_Held = tuple[dict[Piece, None], dict[Piece, Tensor]]
+_held: list[_Held] = []  # what the way back has gathered last
+
+
+def _on_the_way_back(named: dict[Piece, None], ranks: Ranks | None) -> dict[Piece, Tensor]:
+    """Gather what autograd has kept of one run of a layer, and keep it until another layer is asked for or the end."""
+    held = next((held for held in _held if held[0] is named), None)
+    if held is None:
+        _held.clear()
+        held = named, dict(zip(named, gather([*named], ranks), strict=True))
+        with suppress(RuntimeError):  # if somebody else reads what autograd has kept, nothing says when that ends
+            torch.autograd.Variable._execution_engine.queue_callback(_held.clear)  # type: ignore[attr-defined]
+            _held.append(held)
+    return held[1]

@@ -20,6 +20,7 @@ from laplace.linalg.autocast import plainly
 from laplace.linalg.tracing import are_numbers, is_plain
 from laplace.network.inputs import Keys, logits
 from laplace.network.operations import Steps, is_line
+from laplace.network.sharded import is_gathering
 from laplace.predictive.links import Link
 from laplace.predictive.outputs import OutputGaussian
 from laplace.predictive.reshape import PredictionAtPositions
@@ -279,6 +280,11 @@ def module(
     _, how = response.link_of(link, what="link")
     n_samples, seed = whole_number(n_samples, "n_samples", 2), whole_number(seed, "seed", 0, LARGEST)
     _require_last_layer(fit.structure, runner.weights)
+    if is_gathering(runner.model):
+        raise UnsupportedError(
+            "the network is sharded by fully_shard, and a module has to hold all of it. Write la.save(path, group=...) "
+            "on all ranks, and in one process Laplace.load(path, model).module() with the plain network."
+        )
     runner.notice_changes(fit)
     network = with_features(runner.model, runner.weights)
     predictive = Predictive(response, how, wanted, n_samples, seed, la.softmax_temperature, posterior.sigma)
