@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from laplace import Laplace
 from laplace.errors import ModelError, StaleWarning
@@ -219,6 +220,17 @@ def test_a_change_of_the_last_layer_through_data_is_noticed(weights):
     la.model.head.weight.data[0, 0] += 1
     with pytest.warns(StaleWarning, match="uncertain weights"):
         la(x)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("change", [lambda layer: weight_norm(layer), lambda layer: setattr(layer, "bias", None)])
+def test_weights_that_are_gone_are_an_error_that_names_them(weights, change):
+    la, x = fitted(weights=weights)
+    la(x)
+    change(la.model.head)
+    for call in (lambda: la(x), lambda: la.predict(x[:1]), lambda: la.functional_samples(x)):
+        with pytest.raises(ModelError, match=r"no longer has head\.(weight|bias).*fit again"):
+            call()
 
 
 def test_a_changed_network_raises_each_time_where_warnings_are_errors():

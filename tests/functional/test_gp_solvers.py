@@ -8,6 +8,7 @@ from torch import nn
 
 from laplace import Laplace
 from laplace.backprop.uses import DenseUse
+from laplace.structures.functional import points
 
 
 def fitted(independent: bool = False, budget: int | None = None):
@@ -59,3 +60,21 @@ def test_kept_gradients_of_a_convolution_are_contracted_and_a_small_budget_chang
     assert isinstance(held[0][0], DenseUse)
     assert all(use.g.dtype == torch.float64 for uses in held for use in uses)
     torch.testing.assert_close(small.predict(x).outputs.covariance, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_bias_is_multiplied_with_its_weight_and_each_counts_by_its_own_prior(independent, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    precisions = torch.tensor([0.5, 2.0, 3.0, 0.1], dtype=torch.float64)
+    options = {"independent_outputs": independent, "prior_precision": precisions}
+    la = Laplace(model, "classification", "all", "gp", **options).fit([(x, y)])
+    together = la.predict(x[:2]).outputs.covariance
+    [(weight, bias, *_)] = la.posterior.fit.points._held
+    assert bias.g is weight.g
+    monkeypatch.setattr(points, "_biases", lambda uses: {})
+    apart = Laplace(model, "classification", "all", "gp", **options).fit([(x, y)])
+    torch.testing.assert_close(together, apart.predict(x[:2]).outputs.covariance, rtol=1e-11, atol=1e-13)
+    [(weight, bias, *_)] = apart.posterior.fit.points._held
+    assert bias.g is not weight.g

@@ -293,7 +293,26 @@ class Outer(Use):
     def cross(self, other: Use) -> Tensor:
         if not self._single(other):
             return super().cross(other)
-        aa = self._input_products(other)  # (Gr, N, M)
+        return self._cross(other, self._input_products(other))
+
+    def cross_each(self, other: Use) -> Tensor:
+        if not self._single(other):
+            return super().cross_each(other)
+        return self._cross_each(other, self._input_products(other))
+
+    def is_bias_of(self, weight: Use) -> bool:
+        """Return whether this is the bias of a layer with one position, so that its g is that of the weight."""
+        return weight is self.twin and weight is self._same_g
+
+    def cross_with_bias(self, other: Outer, weight: Tensor, bias: Tensor, each: bool) -> Tensor:
+        """Return the weighted sum of `cross` of a weight and its bias, or of `cross_each`: one product serves both.
+
+        There, <G, G'> is (a . a') (g . g') for the weight, and g . g' for the bias.
+        """
+        aa = self._input_products(other).mul_(weight).add_(bias)
+        return self._cross_each(other, aa) if each else self._cross(other, aa)
+
+    def _cross(self, other: Outer, aa: Tensor) -> Tensor:  # aa: (Gr, N, M)
         g, h = (use.g[..., 0].permute(2, 1, 0, 3) for use in (self, other))  # (Gr, N, K, O)
         total = None
         for x, y, a in zip(g, h, aa, strict=True):
@@ -303,11 +322,9 @@ class Outer(Use):
         assert total is not None
         return total
 
-    def cross_each(self, other: Use) -> Tensor:
-        if not self._single(other):
-            return super().cross_each(other)
+    def _cross_each(self, other: Outer, aa: Tensor) -> Tensor:  # aa: (Gr, N, M)
         g, h = (use.g[..., 0].permute(2, 0, 1, 3) for use in (self, other))  # (Gr, K, N, O)
-        return (self._input_products(other).unsqueeze(1) * (g @ h.mT)).sum(0)
+        return (aa.unsqueeze(1) * (g @ h.mT)).sum(0)
 
     def double(self) -> Outer:
         return replace(self, g=self.g.double(), twin=None).within(self.chunk)

@@ -43,6 +43,12 @@ class Selection:
     def tensors(self, model: nn.Module) -> list[Tensor]:
         """Return the whole tensors that hold them, with their current values. Some may have to be gathered yet."""
         parameters = {name: detached(p) for name, p in parameters_of(model)}
+        gone = [name for name in self.layout.names if name not in parameters]
+        if gone:
+            raise ModelError(
+                f"the network no longer has {', '.join(gone)}: since the fit, layers were replaced, parametrized or "
+                "pruned. Call la.fit again."
+            )
         return [parameters[name] for name in self.layout.names]
 
 

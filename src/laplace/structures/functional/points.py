@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from laplace.backprop.activations import Ones
 from laplace.backprop.asked import Asked
 from laplace.backprop.covariances import KroneckerCovariance
-from laplace.backprop.gradients import Engine, Forward, Jacobian, JacobianOf
+from laplace.backprop.gradients import Engine, Forward, Jacobian
 from laplace.backprop.outer import Outer
 from laplace.backprop.uses import DenseUse, Use
 from laplace.linalg.symmetric import total
@@ -48,7 +49,7 @@ class Points:
         first = next(runs)
         share = limit * first[0].shape[1] / len(self)  # bytes for these points
         if sum(map(_bytes_ready, first)) <= share:
-            self._held = [[_ready(use) for use in uses] for uses in chain([first], runs)]
+            self._held = [_all_ready(uses) for uses in chain([first], runs)]
         elif sum(use.nbytes for use in first) <= share:
             self._held = [first, *runs]
         else:
@@ -127,12 +128,12 @@ class FunctionJacobian:
 
     def cross(self, weights: Sequence[Tensor]) -> Tensor:  # (N, C, R)
         """Return the sum over parameters of weight <J, G> with the gradients G of all points, R = sum of m K."""
-        terms = (_summed(_cross, self.asked, uses, weights).flatten(2) for uses in self.gradients())
+        terms = (_summed(False, self.asked, uses, weights).flatten(2) for uses in self.gradients())
         return torch.cat([*terms], 2)
 
     def cross_each(self, weights: Sequence[Tensor]) -> Tensor:  # (C, N, M)
         """Return the same for each output by itself."""
-        return torch.cat([_summed(_cross_each, self.whole, uses, weights) for uses in self.gradients()], 2)
+        return torch.cat([_summed(True, self.whole, uses, weights) for uses in self.gradients()], 2)
 
     def moved(self, steps: Iterable[Tensor]) -> Tensor:  # (r, p) each -> (N, C, r)
         """Return J U, in float64 if the steps are."""
@@ -158,11 +159,23 @@ def _bytes_ready(use: Use) -> int:
     return 8 * math.prod(use.shape) if _at_many_positions(use) else use.nbytes * 8 // use.g.element_size()
 
 
+def _all_ready(uses: list[Use]) -> list[Use]:
+    """Return all gradients ready. A bias still shares the g of its weight."""
+    ready = [_ready(use) for use in uses]
+    for bias, weight in _biases(uses).items():
+        one, g = ready[bias], ready[weight].g
+        assert isinstance(one, Outer)
+        ready[bias] = replace(one, a=Ones(g), g=g, twin=ready[weight]).within(one.chunk)
+    return ready
+
+
 def _ready(use: Use) -> Use:
-    """Return the gradients in float64, and contracted if every product would contract them again."""
+    """Return the gradients in float64, and as every product reads them: point by point, or contracted."""
     use = use.double()
-    if not _at_many_positions(use):
+    if not isinstance(use, Outer):
         return use
+    if not _at_many_positions(use):
+        return replace(use, g=use.g.transpose(0, 1).contiguous().transpose(0, 1)).within(use.chunk)
     rows = torch.cat([use.contracted(part).transpose(0, 1) for part in use.parts()])  # (M, K, p): einsum copies nothing
     return DenseUse(rows.transpose(0, 1)).within(use.chunk)
 
@@ -171,21 +184,35 @@ def _at_many_positions(use: Use) -> bool:
     return isinstance(use, Outer) and use.positions > 1
 
 
-def _cross(part: JacobianOf, use: Use) -> Tensor:
-    return part.cross(use)
+def _biases(uses: Sequence[Any]) -> dict[int, int]:
+    """Return the place of the weight for each bias that shares its g."""
+    found = dict[int, int]()
+    for i, use in enumerate(uses):
+        twin = use.twin if isinstance(use, Outer) else None
+        place = next((j for j, other in enumerate(uses) if other is twin), None)
+        if place is not None and use.is_bias_of(uses[place]):
+            found[i] = place
+    return found
 
 
-def _cross_each(part: JacobianOf, use: Use) -> Tensor:
-    return part.cross_each(use)
+def _summed(each: bool, jacobian: Jacobian, uses: list[Use], weights: Sequence[Tensor]) -> Tensor:
+    """Return the sum over parameters of weight times `cross` of both gradients, or times `cross_each`.
 
-
-def _summed(
-    product: Callable[[JacobianOf, Use], Tensor], jacobian: Jacobian, uses: list[Use], weights: Sequence[Tensor]
-) -> Tensor:
-    """Return the sum over parameters of weight times the product of both gradients."""
-    total = None
-    for part, use, weight in zip(jacobian.parameters, uses, weights, strict=True):
-        term = product(part.double(), use.double()).mul_(weight)  # in place: these are large
+    The gradients of a bias are multiplied with those of its weight, if all its g are the same.
+    """
+    total, parts = None, jacobian.parameters
+    ours, theirs = _biases(parts), _biases(uses)
+    biases = {place: i for i, place in ours.items() if theirs.get(i) == place}
+    for i, (part, use, weight) in enumerate(zip(parts, uses, weights, strict=True)):
+        if i in biases.values():
+            continue  # it comes with its weight
+        part, use = part.double(), use.double()
+        if i in biases:
+            assert isinstance(part, Outer)
+            assert isinstance(use, Outer)
+            term = part.cross_with_bias(use, weight, weights[biases[i]], each)
+        else:
+            term = (part.cross_each(use) if each else part.cross(use)).mul_(weight)  # in place: these are large
         total = term if total is None else total.add_(term)
     assert total is not None
     return total
