@@ -129,7 +129,12 @@ def answer() -> list[str]:
         f"(CIFAR-10: {q(c['LA'][0], 3)}, calibrated {q(c['LA calibrated'][0], 3)}, ensemble {q(c['ensemble'][0], 3)})",
         f"One Laplace: {q(lost['LA'], 3)} worse, calibrated {q(lost['LA calibrated'], 3)}",
         f"mixture: {span(more, beside)} times the ensemble's training, {span(slower, theirs)} times its prediction",
-        f"LA calibrated is better ({q(w['LA calibrated'][1], 2)} against {q(w['SWAG'][1], 2)}",
+        f"without validation data ({q(w['SWAG'][1], 2)} against {q(w['LA'][1], 2)}) and with it "
+        f"({q(w['SWAG temperature'][1], 2)} against {q(w['LA calibrated'][1], 2)}); clean images with it: LA "
+        f"calibrated ({q(w['LA calibrated'][0], 3)} against {q(w['SWAG temperature'][0], 3)})",
+        f"CIFAR-10 {q(auroc(WHOLE, 'LA') - auroc(WHOLE, 'SWAG'), 3)} better, both with validation data "
+        f"{q(auroc(WHOLE, 'LA calibrated') - auroc(WHOLE, 'SWAG temperature'), 3)}; MNIST "
+        f"{q(auroc(MNIST, 'SWAG') - auroc(MNIST, 'LA'), 3)} worse",
         f"all four {q(min(rivals), 3)} to {q(max(rivals), 3)} better by confidence",
         f"{q(moved(gap, 'LA'), 2)} against {q(moved(gap, 'MAP'), 2)} of the network and "
         f"{q(moved(gap, 'noise scaling'), 2)} of rescaled noise (concrete)",
