@@ -144,6 +144,7 @@ def answer() -> list[str]:
 def of_cifar() -> list[str]:
     """Return what the page says of CIFAR-10, and of its part with the whole network."""
     c, w, e = both(CIFAR), both(WHOLE), both(CIFAR, "ece")
+    scaled, known, sure = "SWAG temperature", "LA calibrated", both(WHOLE, "ece")
     mixtures = [name for name in table(CIFAR) if name.startswith("mixture")]
     ranges = {score: [auroc(CIFAR, name, score) for name in mixtures] for score in (*SCORES, "entropy")}
     spans = {
@@ -176,7 +177,10 @@ def of_cifar() -> list[str]:
         f"{q(c['ensemble temperature'][1], 3)}), but pay on clean images: {q(c[best][0], 3)} and {q(c[stars][0], 3)} "
         f"against {q(c['ensemble temperature'][0], 3)}, ECE {q(e[best][0], 3)} and {q(e[stars][0], 3)} against "
         f"{q(e['ensemble temperature'][0], 3)}",
-        f"NLL {q(w['LA all weights evidence'][0], 3)}, ECE {q(both(WHOLE, 'ece')['LA all weights evidence'][0], 2)} on "
+        f"({q(w[scaled][1], 2)} against {q(w[known][1], 2)}, ECE {q(sure[scaled][1], 3)} against "
+        f"{q(sure[known][1], 3)}), worse on clean images ({q(w[scaled][0], 3)} against {q(w[known][0], 3)}), and worse by AUROC "
+        f"({q(auroc(WHOLE, scaled), 3)} against {q(auroc(WHOLE, known), 3)})",
+        f"NLL {q(w['LA all weights evidence'][0], 3)}, ECE {q(sure['LA all weights evidence'][0], 2)} on "
         f"clean images (MAP {q(w['MAP'][0], 3)})",
         f"{q(w['LA all weights'][0], 3)} on clean images (LA {q(w['LA'][0], 3)}), shifted "
         f"{q(w['LA all weights'][1], 2)} "
