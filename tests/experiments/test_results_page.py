@@ -178,8 +178,8 @@ def of_cifar() -> list[str]:
         f"against {q(c['ensemble temperature'][0], 3)}, ECE {q(e[best][0], 3)} and {q(e[stars][0], 3)} against "
         f"{q(e['ensemble temperature'][0], 3)}",
         f"({q(w[scaled][1], 2)} against {q(w[known][1], 2)}, ECE {q(sure[scaled][1], 3)} against "
-        f"{q(sure[known][1], 3)}), worse on clean images ({q(w[scaled][0], 3)} against {q(w[known][0], 3)}), and worse by AUROC "
-        f"({q(auroc(WHOLE, scaled), 3)} against {q(auroc(WHOLE, known), 3)})",
+        f"{q(sure[known][1], 3)}), worse on clean images ({q(w[scaled][0], 3)} against {q(w[known][0], 3)}), and "
+        f"worse by AUROC ({q(auroc(WHOLE, scaled), 3)} against {q(auroc(WHOLE, known), 3)})",
         f"NLL {q(w['LA all weights evidence'][0], 3)}, ECE {q(sure['LA all weights evidence'][0], 2)} on "
         f"clean images (MAP {q(w['MAP'][0], 3)})",
         f"{q(w['LA all weights'][0], 3)} on clean images (LA {q(w['LA'][0], 3)}), shifted "
