@@ -129,7 +129,12 @@ def answer() -> list[str]:
         f"(CIFAR-10: {q(c['LA'][0], 3)}, calibrated {q(c['LA calibrated'][0], 3)}, ensemble {q(c['ensemble'][0], 3)})",
         f"One Laplace: {q(lost['LA'], 3)} worse, calibrated {q(lost['LA calibrated'], 3)}",
         f"mixture: {span(more, beside)} times the ensemble's training, {span(slower, theirs)} times its prediction",
-        f"LA calibrated is better ({q(w['LA calibrated'][1], 2)} against {q(w['SWAG'][1], 2)}",
+        f"without validation data ({q(w['SWAG'][1], 2)} against {q(w['LA'][1], 2)}) and with it "
+        f"({q(w['SWAG temperature'][1], 2)} against {q(w['LA calibrated'][1], 2)}); clean images with it: LA "
+        f"calibrated ({q(w['LA calibrated'][0], 3)} against {q(w['SWAG temperature'][0], 3)})",
+        f"CIFAR-10 {q(auroc(WHOLE, 'LA') - auroc(WHOLE, 'SWAG'), 3)} better, both with validation data "
+        f"{q(auroc(WHOLE, 'LA calibrated') - auroc(WHOLE, 'SWAG temperature'), 3)}; MNIST "
+        f"{q(auroc(MNIST, 'SWAG') - auroc(MNIST, 'LA'), 3)} worse",
         f"all four {q(min(rivals), 3)} to {q(max(rivals), 3)} better by confidence",
         f"{q(moved(gap, 'LA'), 2)} against {q(moved(gap, 'MAP'), 2)} of the network and "
         f"{q(moved(gap, 'noise scaling'), 2)} of rescaled noise (concrete)",
@@ -139,6 +144,7 @@ def answer() -> list[str]:
 def of_cifar() -> list[str]:
     """Return what the page says of CIFAR-10, and of its part with the whole network."""
     c, w, e = both(CIFAR), both(WHOLE), both(CIFAR, "ece")
+    scaled, known, sure = "SWAG temperature", "LA calibrated", both(WHOLE, "ece")
     mixtures = [name for name in table(CIFAR) if name.startswith("mixture")]
     ranges = {score: [auroc(CIFAR, name, score) for name in mixtures] for score in (*SCORES, "entropy")}
     spans = {
@@ -171,7 +177,10 @@ def of_cifar() -> list[str]:
         f"{q(c['ensemble temperature'][1], 3)}), but pay on clean images: {q(c[best][0], 3)} and {q(c[stars][0], 3)} "
         f"against {q(c['ensemble temperature'][0], 3)}, ECE {q(e[best][0], 3)} and {q(e[stars][0], 3)} against "
         f"{q(e['ensemble temperature'][0], 3)}",
-        f"NLL {q(w['LA all weights evidence'][0], 3)}, ECE {q(both(WHOLE, 'ece')['LA all weights evidence'][0], 2)} on "
+        f"({q(w[scaled][1], 2)} against {q(w[known][1], 2)}, ECE {q(sure[scaled][1], 3)} against "
+        f"{q(sure[known][1], 3)}), worse on clean images ({q(w[scaled][0], 3)} against {q(w[known][0], 3)}), and "
+        f"worse by AUROC ({q(auroc(WHOLE, scaled), 3)} against {q(auroc(WHOLE, known), 3)})",
+        f"NLL {q(w['LA all weights evidence'][0], 3)}, ECE {q(sure['LA all weights evidence'][0], 2)} on "
         f"clean images (MAP {q(w['MAP'][0], 3)})",
         f"{q(w['LA all weights'][0], 3)} on clean images (LA {q(w['LA'][0], 3)}), shifted "
         f"{q(w['LA all weights'][1], 2)} "
