@@ -226,11 +226,19 @@ def opening(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.opened = True  # type: ignore[union-attr]
 
 
+class Wrapper:
+    """Has what a loader keeps, but not its properties, as the wrapper of Lightning Fabric."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.__dict__.update(loader.__dict__)
+
+
 def test_data_read_without_repeats_has_the_workers_of_its_loader():
     opened = Opened()
     loader = DataLoader(opened, 4, sampler=DistributedSampler(opened, 2, 0, shuffle=False), num_workers=1,
                         worker_init_fn=opening, timeout=60)  # fmt: skip
-    found = shard_of(loader, FirstOfTwo())
-    assert found.note is not None
-    assert torch.cat([*found.loader]).tolist() == [*range(0, N, 2)]
-    assert found.loader.timeout == 60  # type: ignore[attr-defined]
+    for given in (loader, Wrapper(loader)):
+        found = shard_of(given, FirstOfTwo())  # type: ignore[arg-type]
+        assert found.note is not None
+        assert torch.cat([*found.loader]).tolist() == [*range(0, N, 2)]
+        assert found.loader.timeout == 60  # type: ignore[attr-defined]

@@ -158,7 +158,7 @@ def _dealt_out(loader: Any, ranks: Reduce, what: str, order: Any, repeats: bool 
     sampler = ShardSampler(len(dataset), ranks.rank, ranks.size, shuffle=shuffle, seed=seed)
     sampler.set_epoch(getattr(order, "epoch", 0))
     kept = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    options = {name: getattr(loader, name) for name in kept}
+    options = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}  # Fabric's wrapper lacks some
     made = DataLoader(dataset, size, sampler=sampler, collate_fn=collate, generator=torch.Generator(), **options)
     return Shard(made, len(dataset), torch.tensor(list(sampler)), f"{what} {_REPEATS}" if repeats else None)
 
