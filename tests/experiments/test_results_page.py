@@ -130,8 +130,8 @@ def answer() -> list[str]:
         f"One Laplace: {q(lost['LA'], 3)} worse, calibrated {q(lost['LA calibrated'], 3)}",
         f"mixture: {span(more, beside)} times the ensemble's training, {span(slower, theirs)} times its prediction",
         f"without validation data ({q(w['SWAG'][1], 2)} against {q(w['LA'][1], 2)}) and with it "
-        f"({q(w['SWAG temperature'][1], 2)} against {q(w['LA calibrated'][1], 2)}); clean images with it: LA "
-        f"calibrated ({q(w['LA calibrated'][0], 3)} against {q(w['SWAG temperature'][0], 3)})",
+        f"({q(w['SWAG temperature'][1], 2)} against {q(w['LA calibrated'][1], 2)}, within noise); clean images with "
+        f"it: LA calibrated ({q(w['LA calibrated'][0], 3)} against {q(w['SWAG temperature'][0], 3)})",
         f"CIFAR-10 {q(auroc(WHOLE, 'LA') - auroc(WHOLE, 'SWAG'), 3)} better, both with validation data "
         f"{q(auroc(WHOLE, 'LA calibrated') - auroc(WHOLE, 'SWAG temperature'), 3)}; MNIST "
         f"{q(auroc(MNIST, 'SWAG') - auroc(MNIST, 'LA'), 3)} worse",
