@@ -61,9 +61,18 @@ def test_no_classifier_is_made_worse(subset, structure):
     assert tuned.method == "guarded evidence"
     assert float(la.prior_precision) == float(tuned.prior_precision) > float(by_evidence.prior_precision)
     assert tuned.score == pytest.approx(float(la.log_marginal_likelihood()))
-    assert "raised" in tuned.notes[-1]
+    assert "raised" in tuned.notes[0]
     assert nll(la, testing) <= own_nll(model, testing) + guard.ALLOWED
     assert nll(la, training) <= own_nll(model, training) + guard.ALLOWED + 1e-6
+
+
+def test_a_network_that_knows_its_data_by_heart_is_sent_to_validation_data():
+    model, training, testing = overfitted()
+    assert own_nll(model, training) < 0.02 < own_nll(model, testing)
+    la = Laplace(model, "classification")
+    assert "la.calibrate(val_loader)" in la.fit([training]).tune().notes[-1]
+    told = la.fit([testing]).tune().notes  # data that it does not know by heart
+    assert not any("la.calibrate" in note for note in told)
 
 
 def test_it_is_raised_no_further_than_it_must_be():

@@ -25,6 +25,7 @@ from laplace.tuning.validation import Validation
 
 _DECADES: Final = 6  # by which the prior precision is raised at most
 _STEPS: Final = 8  # in the decade that is chosen
+_LEARNT_BY_HEART: Final = 0.02  # nats of the network itself per training example, at most
 _NO_DATA: Final = (
     "not checked: no training data is available (train_loader=). Check that the confidence is not far below the "
     "accuracy."
@@ -113,7 +114,7 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
     if noisy:
         found = replace(found, ratio=None)  # what other weights do not know may be more than the residuals
     if found.allowed:
-        return _noting(tuned, f"taken as it is: {found}.")
+        return _learnt_by_heart(_noting(tuned, f"taken as it is: {found}."), found)
     if found.rms is None and "prior_precision" in problem.kinds and (raised := guard.raised(posterior)) is not None:
         factor, narrower, after = raised
         best = Point.of(narrower, float(narrower.log_evidence))
@@ -122,8 +123,20 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
             f"{factor:.3g}-fold, just enough to bring the negative log-likelihood to {after.nll:.3f}"
         )
         why += "." if after.confidence is None else f" and the confidence to {after.confidence:.3f}."
-        return _noting(replace(tuned, method="guarded evidence", best=best, points=(*tuned.points, best)), why)
+        tuned = replace(tuned, method="guarded evidence", best=best, points=(*tuned.points, best))
+        return _learnt_by_heart(_noting(tuned, why), found)
     return _judged(guard, tuned, found)
+
+
+def _learnt_by_heart(tuned: Tuned, found: Finding) -> Tuned:
+    """Return the result, with a note if a classifier fits the sample too well to learn from it how sure to be."""
+    if found.own is None or found.confidence is None or found.own > _LEARNT_BY_HEART:
+        return tuned
+    return _noting(
+        tuned,
+        f"the network fits its training data almost perfectly (mean negative log-likelihood {found.own:.2g}), so that "
+        "this data cannot say how sure to be about new data. With validation data write la.calibrate(val_loader).",
+    )
 
 
 def _judged(guard: Guard, tuned: Tuned, found: Finding, untried: bool = False) -> Tuned:
