@@ -214,6 +214,15 @@ def test_tokens_as_their_own_labels_are_refused_if_a_network_without_a_loss_pred
     Laplace(tagger, "classification").fit([batch])
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_network_that_was_not_trained_is_given_its_tokens_as_labels(seed):
+    torch.manual_seed(seed)
+    v = 10
+    model = nn.Sequential(nn.Embedding(v, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, v))
+    ids = torch.randint(v, (64, 20))
+    assert Laplace(model, "classification", hessian_structure="diag").fit([(ids, ids)]).is_fitted
+
+
 def test_labels_that_are_the_next_tokens_already_are_not_shifted_again():
     model, batch = made()
     ready = batch | {"labels": by_hand(batch | {"labels": batch["input_ids"]})}

@@ -9,6 +9,7 @@ clearly explain the next tokens better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from laplace.network.inputs import Inputs
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CLEARLY = 4.0  # standard errors by which the next tokens must be explained better
+_LEARNT = 0.9  # of log C: more nats a token are a guess, as of a network that was not trained
 _AS_GIVEN = "To decide yourself, give pairs (inputs, labels): their labels are not shifted."
 
 
@@ -124,6 +126,8 @@ def _refuse_unless_explained(batch: Batch, y: Tensor, own: OwnLoss, class_dim: i
     here, later = (-log_p.gather(1, labels[both].long().unsqueeze(1)).squeeze(1) for labels in (y[:, :-1], y[:, 1:]))
     gain = here - later  # by token, in nats
     if len(gain) < 2 or not gain.mean() > _CLEARLY * gain.std() / len(gain) ** 0.5:
+        return
+    if later.mean() > _LEARNT * math.log(f.shape[2]):
         return
     keys = batch.inputs.keys
     raise InputError(
