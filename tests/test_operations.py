@@ -129,6 +129,16 @@ def test_pooling_before_a_relu_changes_neither_numbers_nor_gradients(inplace, po
     assert torch.equal(expected.nan_to_num(9.0), found.nan_to_num(9.0))
 
 
+def test_a_maximum_of_padding_alone_is_what_the_network_makes_of_it():
+    torch.manual_seed(0)
+    pool = nn.MaxPool2d(2, stride=1, padding=1, dilation=4)  # of 3 x 3 numbers, it sees none
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), pool, nn.Tanh(), nn.Flatten(), nn.Linear(2, 2))
+    x = torch.randn(1, 1, 3, 3)
+    steps = Steps.of(model, model[-1])
+    assert steps is not None
+    assert torch.equal(steps(x.clone()), model[:-1](x))
+
+
 def test_other_networks_have_no_line():
     model = sequence()
     assert Line.of(model, model[1]) is None  # not the last one

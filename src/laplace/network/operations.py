@@ -151,13 +151,18 @@ def _in_less_memory(steps: list[Step]) -> list[Step]:
         before = found[-1][0] if found else None
         if before in _RELUS and run in _RELUS:
             continue
-        if before in _RELUS and run is torch.max_pool2d:
+        if before in _RELUS and run is torch.max_pool2d and not _may_see_padding_alone(*given):
             found[-1:] = [(run, given), (torch.relu_, ())]
         elif run is torch.relu and before in _NOT_KEPT:
             found.append((torch.relu_, ()))
         else:
             found.append((run, given))
     return found
+
+
+def _may_see_padding_alone(kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> bool:
+    """Return whether all inputs of a maximum may be padding: it is -inf then, which a ReLU would set to zero."""
+    return padding not in (0, (0, 0)) and dilation not in (1, (1, 1))
 
 
 def is_line(network: nn.Module, last: nn.Module) -> bool:
