@@ -65,6 +65,7 @@ def refusals() -> dict[str, str]:
         "calibrate": said(lambda: fit(sharded, group=None)().calibrate(sharded)),
         "conformal": said(lambda: fit(sharded, group=None)().conformal(sharded)),
         "report": said(lambda: report(fit(sharded, group=None)(), whole, val_loader=sharded)),
+        "shift": said(lambda: report(fit(sharded, group=None)(), whole, shifts={"noise": {1: whole, 2: sharded}})),
     }
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -89,7 +90,8 @@ def test_shards_without_a_group_are_refused_and_so_is_data_that_every_rank_reads
         assert found["own"] == "nothing"
         for name in ("calibrate", "conformal"):
             assert f"la.{name}: its DistributedSampler gives this rank a part of the data" in found[name]
-        assert "laplace.report: its DistributedSampler gives this rank a part of the data" in found["report"]
+        for name in ("report", "shift"):
+            assert "laplace.report: its DistributedSampler gives this rank a part of the data" in found[name]
         assert "one of 2 processes" in found["plain"]
         assert found["alone"] == "31"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from laplace.checks import flag_or_none, shown, whole_number
 from laplace.distributed.groups import require_whole
 from laplace.errors import OptionError, UnsupportedError
-from laplace.evaluation.report.making import Maker, plain
+from laplace.evaluation.report.making import Maker, flattened, plain
 from laplace.evaluation.report.page import page
 from laplace.evaluation.report.reading import LAPLACE, NETWORK, SCALED, Reported
 from laplace.evaluation.report.result import Report, page_path
@@ -99,7 +99,7 @@ def report(
     n_bootstrap, seed = whole_number(n_bootstrap, "n_bootstrap", 20, 100_000), whole_number(seed, "seed", 0)
     names = _names(class_names, "class_names"), _names(feature_names, "feature_names")
     show, ood, shifts = _checked_show(examples), _named(ood, "ood"), _named(shifts, "shifts")
-    for loader in (test_loader, val_loader, train_loader, *ood.values()):
+    for loader in (test_loader, val_loader, train_loader, *ood.values(), *dict(flattened(shifts)).values()):
         require_whole(loader, "laplace.report")
     if not isinstance(title, str):
         raise OptionError(f"title={shown(title)} must be a string.")

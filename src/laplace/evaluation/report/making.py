@@ -246,7 +246,7 @@ class Maker:
 
     def _shifts(self, shifts: dict[str, Any], train: Any) -> list[dict[str, Any]]:
         rows = list(self._training(train)) if train is not None else []
-        for name, loader in _flattened(shifts):
+        for name, loader in flattened(shifts):
             try:
                 reading = self._reader().read(loader, name, Shelves({}))
             except LaplaceError as error:
@@ -362,7 +362,7 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
 
-def _flattened(shifts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flattened(shifts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the shifts one by one; those of several strengths with the strength behind their name."""
     for name, loader in shifts.items():
         if isinstance(loader, Mapping):
