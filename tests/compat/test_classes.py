@@ -190,6 +190,15 @@ def test_ella_scores_and_tunes_on_validation_data():
         la.fit(REGRESSION, balanced=True)
 
 
+def test_ella_takes_the_options_of_fit():
+    x, y = (torch.cat([*parts]) for parts in zip(*REGRESSION, strict=True))
+    options = {"override": True, "progress_bar": False, "batch_size": 4}
+    la = laplace.ELLA(network(), "regression", 11, 8).fit(x, y=y, **options)
+    torch.testing.assert_close(la.posterior.fit.n_data, 11)
+    with pytest.raises(TypeError, match=r"Laplace\.fit has no option 'val_loadr'"):
+        laplace.ELLA(network(), "regression", 11, 8).fit(REGRESSION, val_loadr=REGRESSION)
+
+
 def test_options_may_be_given_by_their_enums():
     approximation = laplace.FunctionalApproximation.VARIATIONAL
     la = Laplace(network(), "regression", "all", "gp", functional_approximation=approximation, n_subset=3)

@@ -110,27 +110,31 @@ class ELLA(BaseFunctionalLaplace):
     def fit(  # type: ignore[override]
         self,
         train_loader: Any,
+        override: Any = True,
+        progress_bar: bool | None = None,
         *,
         val_loader: Any = None,
         val_steps: int | None = None,
         balanced: bool = False,
-        progress_bar: bool | None = None,
+        **options: Any,
     ) -> ELLA:
         """Fit to all data, in directions that are found on a subset of it.
 
         Args:
             train_loader: batches, which are read twice.
+            override: as in `Laplace.fit`.
+            progress_bar: whether one is shown.
             val_loader: batches for the negative log-likelihood in `fit_history_`.
             val_steps: accepted and not needed: the score is taken once, of the result.
-            balanced: True is refused: the subset is drawn from all classes alike.
-            progress_bar: whether one is shown.
+            balanced: True is refused: the subset is drawn uniformly, whatever the classes are.
+            **options: the others of `Laplace.fit`, such as `y` and `group`.
 
         Returns:
             The object itself.
         """
         if balanced:
             raise OptionError("balanced=True is not available: the subset is drawn uniformly. Leave it out.")
-        Laplace.fit(self, train_loader, progress_bar=progress_bar)
+        Laplace.fit(self, train_loader, override, progress_bar, **options)
         self.fit_history_ = {"val_nll": [], "tuning": []}
         if val_loader is not None:
             self.fit_history_["val_nll"].append(_score(self, val_loader))
