@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -491,6 +493,18 @@ def test_a_gaussian_has_defaults_like_the_keywords_and_is_equal_to_one_with_the_
     assert each != GaussianPrior([1.0, 2.0], 0.1)
     assert GaussianPrior(2.0) != StudentT(2.0)
     assert len({each, GaussianPrior([1.0, 2.0])}) <= 2
+
+
+@pytest.mark.parametrize("kept", [np.arange(3.0), [torch.arange(3.0)], {"by": (torch.arange(3.0), "name")}])
+def test_priors_of_ones_own_are_compared_by_whatever_they_keep(kept):
+    class Keeping(StudentT):
+        def __init__(self, kept):
+            super().__init__()
+            self.kept = kept
+
+    assert Keeping(kept) == Keeping(copy.deepcopy(kept))
+    assert Keeping(kept) != Keeping(2.0)
+    assert Keeping(2.0) != Keeping(kept)
 
 
 def test_what_is_of_gaussian_priors_says_what_there_is_instead():

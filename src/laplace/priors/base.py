@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -241,8 +242,12 @@ def _equal(one: Any, other: Any) -> bool:
         return one.shape == other.shape and torch.equal(one.double(), other.to(one.device).double())
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and isinstance(other, tuple):
+    if isinstance(one, (tuple, list)) and type(one) is type(other):
         return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, (Tensor, np.ndarray)) or isinstance(other, (Tensor, np.ndarray)):
+        return False
     return one is other or bool(one == other)
 
 
