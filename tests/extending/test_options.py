@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -85,6 +87,24 @@ def test_a_subset_names_its_options_likewise():
 
     assert repr(Ending("bias")) == "Ending(end='bias')"
     assert Ending("bias") != Ending("weight")
+
+
+def test_a_subset_may_be_a_dataclass_that_is_given_its_label():
+    @dataclass(eq=False)
+    class Holding(Choice):
+        label: str
+        words: list[str]
+
+        def select(self, model):
+            pairs = ((n, p) for n, p in model.named_parameters() if any(word in n for word in self.words))
+            return Selection(Layout.of(pairs))
+
+    class Unlabelled(Choice):
+        def select(self, model):
+            return Selection(Layout.of(model.named_parameters()))
+
+    assert Holding("biases", ["bias"]).label == "biases"
+    assert Unlabelled().label == "Unlabelled"
 
 
 class Forgetful(BlockDiagonal):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,8 +79,10 @@ class Subset(NamedOptions, ABC):
     options: tuple[str, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Label the subclass with its name, unless it or a parent has another label."""
+        """Label the subclass with its name, unless it or a parent has another label, or each object its own."""
         super().__init_subclass__(**kwargs)
+        if "label" in inspect.get_annotations(cls):  # a field of a dataclass would get the name as its default
+            return
         if getattr(cls, "label", None) in (None, cls.__mro__[1].__name__):
             cls.label = cls.__name__
 
@@ -108,6 +111,8 @@ class Subset(NamedOptions, ABC):
 
 class Choice(Subset):
     """Chooses weights without running the network, so that wrong choices are refused at once."""
+
+    label: str
 
     @abstractmethod
     def select(self, model: nn.Module) -> Selection:
