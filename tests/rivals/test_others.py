@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -149,9 +151,9 @@ def test_a_network_without_dropout_is_refused():
 class Encoded(nn.Module):
     """A transformer of torch, whose eval mode has a fused kernel without the dropout layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+        layer = kind(8, 2, 16, dropout=0.3, batch_first=True)
         self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,6 +167,19 @@ def test_dropout_stays_on_in_a_transformer():
     assert float(whole.epistemic.min()) > 1e-3
     torch.testing.assert_close(source.predict(x[2:4]).mean, whole.mean[2:4])  # attention's own dropout stays off
     assert all(module.training for module in source.model.modules())
+
+
+def test_a_transformer_layer_of_ones_own_stays_in_eval_mode():
+    class Noisy(nn.TransformerEncoderLayer):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return nn.functional.dropout(super().forward(*args, **kwargs), 0.5, self.training)
+
+    torch.manual_seed(0)
+    source, x = MCDropout(Encoded(Noisy), "classification", 5), torch.randn(6, 4, 8)
+    before = torch.get_rng_state()
+    torch.testing.assert_close(source.predict(x).mean, source.predict(x).mean)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert float(source.predict(x).epistemic.min()) > 1e-4
 
 
 def test_dropout_layers_that_are_never_called_are_refused():

@@ -92,9 +92,7 @@ class MCDropout(Members):
         for number, (_, layer) in enumerate(_dropout_layers(replica)):
             masks.append(Mask(layer, (self.seed, member, number)))
             layer.forward = partial(masks[-1])  # of the replica, which nobody else has
-        for module in replica.modules():
-            if isinstance(module, nn.TransformerEncoderLayer):
-                module.training = True  # not its parts: in eval mode its fused kernel leaves out the dropout layers
+        _without_fused_kernels(replica)
         with torch.inference_mode(False), torch.no_grad():
             f = inputs.map(torch.clone).call(replica)
         if not any(mask.calls for mask in masks):
@@ -106,6 +104,18 @@ class MCDropout(Members):
 
     def __repr__(self) -> str:
         return f"MCDropout with {how_many(self.n_samples, 'mask')}, {self.likelihood.described}"
+
+
+def _without_fused_kernels(replica: nn.Module) -> None:
+    """Let torch's encoder layers call their dropout layers, which their fused kernels leave out in eval mode.
+
+    The layers stay in eval mode: what a subclass does in training mode is not asked for.
+    """
+    for module in replica.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # stands for other activations, which have no kernel; it is not applied
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # which the kernels alone take
 
 
 class Mask:
