@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,6 +171,11 @@ def test_what_loaders_have_in_common():
     assert overlap(DataLoader(first), DataLoader(data)) == same
     assert overlap(None, DataLoader(data)) == ""
     assert overlap([{"x": X}], [{"x": X}]) == tensors
+
+
+def test_empty_and_sparse_tensors_lie_nowhere_in_common():
+    for pair in ((X[:0], X.clone()[:0]), (X.to_sparse(), X.to_sparse()), (np.empty(0), np.empty(0))):
+        assert overlap([{"more": pair[0]}], [{"more": pair[1]}]) == ""
 
 
 REFUSED = {

@@ -76,14 +76,17 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, steps in
 
 
 def _places(data: Any) -> Iterator[Place]:
-    """Yield where the tensors of a dataset, of whole arrays, or of a list of batches lie in memory."""
+    """Yield where the tensors of a dataset, of whole arrays, or of a list of batches lie in memory.
+
+    Empty ones lie nowhere, and sparse ones in several places: these are left out.
+    """
     if isinstance(data, TensorDataset):
         yield from _places(data.tensors)
     elif isinstance(data, ArrayBatches):
         yield from _places([data.x, data.y])
-    elif isinstance(data, np.ndarray):
+    elif isinstance(data, np.ndarray) and data.nbytes:
         yield data.ctypes.data, data.shape, tuple(step // data.itemsize for step in data.strides)
-    elif isinstance(data, Tensor):
+    elif isinstance(data, Tensor) and data.layout is torch.strided and data.numel():
         yield data.data_ptr(), tuple(data.shape), data.stride()
     elif isinstance(data, Mapping):
         yield from (place for value in data.values() for place in _places(value))
