@@ -218,6 +218,14 @@ def test_the_likelihood_can_be_set_after_fit(name):
     torch.testing.assert_close(la(X)[0], mean)
 
 
+def test_the_outputs_of_a_classifier_can_be_read_as_a_regression():
+    la = laplace.KronLaplace(network(), "classification").fit(CLASSIFICATION)
+    la.likelihood = "regression"
+    mean, covariance = la(X)
+    torch.testing.assert_close(mean, la.model(X))
+    assert covariance.shape == (*mean.shape, mean.shape[1])
+
+
 def test_hyperparameters_have_laplace_torchs_shapes():
     la = laplace.KronLaplace(network(), "regression", prior_precision=2.0)
     assert la.prior_precision.shape == (1,)

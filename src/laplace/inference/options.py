@@ -87,7 +87,9 @@ def frame(la: Runs) -> Frame:
     spec, values = la.runner.spec, getattr(la, "values", None)
     fit = None if values is None else values.fit
     spread = fit is not None and fit.owners is not None
-    doubt = None if values is None or fit is None else spec.likelihood.doubt_of_noise(fit.data, values.sigma)
+    doubt = None
+    if values is not None and fit is not None and type(fit.likelihood) is type(spec.likelihood):
+        doubt = spec.likelihood.doubt_of_noise(fit.data, values.sigma)  # compat lets scripts set another one
     functional = spec.structure.functional
     return Frame(spec.keys, spec.class_dim, spec.budget, la.runner.enable_backprop, functional, spread, doubt)
 
