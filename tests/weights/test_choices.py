@@ -9,6 +9,7 @@ from torch import nn
 import oracle
 from laplace import Laplace, SubsetOfWeights
 from laplace.errors import LaplaceWarning, OptionError, UnsupportedError
+from laplace.weights import Choice, Layout, Selection
 from networks import cut
 from subsets import close
 from zoo import build
@@ -53,6 +54,14 @@ class Compiled(nn.Module):
 
 
 X, Y = torch.randn(5, 4), torch.randn(5, 2)
+
+
+def test_a_choice_of_ones_own_chooses_by_the_plain_names_of_a_compiled_network():
+    class Everything(Choice):
+        def select(self, model):
+            return Selection(Layout.of(model.named_parameters()))
+
+    assert names(Everything(), Compiled()) == [name for name, _ in Body().named_parameters()]
 
 
 @pytest.mark.parametrize(

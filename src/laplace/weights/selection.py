@@ -127,7 +127,7 @@ class Choice(Subset):
 
     def selected(self, model: nn.Module) -> Selection:
         """Return the weights of a network. Refuse a selection that does not fit it."""
-        found, kind = self.select(model), type(self).__name__
+        found, kind = self.select(unwrap(model)), type(self).__name__
         if not isinstance(found, Selection):
             raise OptionError(
                 f"{kind}.select returned {shown(found)}; a Selection is needed: Selection(Layout.of(pairs)), with "
