@@ -473,6 +473,25 @@ def test_a_density_that_couples_weights_is_not_taken_for_independent(coupling):
         _ = Case().fit(Coupled(), "diag").posterior_variance
 
 
+def test_rounding_where_second_derivatives_vanish_is_no_coupling():
+    class Sharp(Independent):
+        name = "sharp"
+
+        def __init__(self, scale=1.0):
+            super().__init__({"scale": scale}, 0.1)
+
+        def log_each(self, u, **values):
+            return -u.square().sqrt() / values["scale"] - values["scale"].log()
+
+    class Closed(Sharp):
+        def bend_each(self, u, **values):
+            return torch.zeros_like(u)
+
+    whole = from_log_density(lambda w: -(w - 0.1).square().sqrt().sum(), independent="weights")
+    for prior in (Sharp(), Sharp(1e-3), Closed(), whole):
+        assert float(Case().fit(prior, "diag").prior_precision_diag.max()) < 1e-6
+
+
 def test_a_density_in_place_of_that_of_a_student_t_is_not_given_its_curvature():
     class Narrow(StudentT):
         def log_each(self, u, **values):
@@ -575,3 +594,19 @@ def test_curvatures_in_closed_form_are_those_of_autograd(prior):
     same(prior.bend_each(u, **prior.hyperparameters), Independent.bend_each(prior, u, **prior.hyperparameters))
     with torch.inference_mode():
         same(Independent.bend_each(prior, u, **prior.hyperparameters), prior.bend_each(u, **prior.hyperparameters))
+
+
+def test_a_log_each_without_second_derivatives_at_the_weights_is_refused():
+    class Kinked(Independent):
+        name = "kinked"
+
+        def __init__(self):
+            super().__init__({}, 0.0)
+
+        def log_each(self, u):
+            return -u.square().sqrt()  # NaN at zero, for autograd
+
+    case = Case()
+    nn.init.zeros_(case.model[-1].bias)
+    with pytest.raises(InputError, match=r"the second derivative of Kinked\(\) is NaN or infinite .* bend_each"):
+        _ = case.fit(Kinked(), "diag").posterior_variance

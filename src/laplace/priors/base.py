@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
     from laplace.structures.gaussian import Curvature
 
+_CLOSE = 1e-6  # of the largest second derivative
+_VANISHING = 1e-8  # of the square of the largest slope
+
 Form = Tensor | Kronecker
 """Precision of one tensor: a scalar (), a value per weight (p,), a matrix (p, p), or a Kronecker product."""
 
@@ -249,6 +252,15 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, (Tensor, np.ndarray)) or isinstance(other, (Tensor, np.ndarray)):
         return False
     return one is other or bool(one == other)
+
+
+def rounding(bends: Tensor, slopes: Tensor) -> Tensor:  # (...), (P,) -> ()
+    """Return up to which size differences between second derivatives mean nothing.
+
+    Where all of these vanish, as those of |w|, they are nothing but rounding. Squares of slopes have the same unit.
+    """
+    largest = [t.detach().abs().nan_to_num(0.0).max() for t in (bends, slopes)]
+    return _CLOSE * largest[0] + _VANISHING * largest[1].square()
 
 
 def slope(value: Tensor, weights: Tensor, keep: bool) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from laplace.checks import choice, flag, positive, real
 from laplace.errors import InputError, LaplaceError, OptionError
 from laplace.linalg.symmetric import Clipped
-from laplace.priors.base import Prior, clipped_matrix, clipped_values, require_form, require_known, slope
+from laplace.priors.base import Prior, clipped_matrix, clipped_values, require_form, require_known, rounding, slope
 from laplace.priors.gaussian import own
 from laplace.weights.layout import Layout
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LogDensity = Callable[..., Tensor]
 _FORMS = {"weights": "diag", "tensors": "dense", "nothing": "whole"}
-_CLOSE = 1e-6
 
 
 def from_log_density(
@@ -131,18 +130,18 @@ class Custom(Prior):
         if self.independent == "weights":
             bend = -slope(slopes.sum(), weights, keep=True)
             v = torch.randn(len(weights), dtype=weights.dtype, generator=torch.Generator().manual_seed(0)).to(weights)
-            self._require(-slope((slopes * v).sum(), weights, keep) - bend * v, bend)
+            self._require(-slope((slopes * v).sum(), weights, keep) - bend * v, rounding(bend, slopes))
             return layout.split(bend)
         rows = torch.stack([-slope(one, weights, keep=True) for one in slopes])
         rows = (rows + rows.T) / 2
         if self.independent == "nothing":
             return [rows]
         blocks = [part.split(layout.sizes, 1)[i] for i, part in enumerate(rows.split(layout.sizes))]
-        self._require(rows - torch.block_diag(*blocks), rows)
+        self._require(rows - torch.block_diag(*blocks), rounding(rows, slopes))
         return blocks
 
-    def _require(self, rest: Tensor, whole: Tensor) -> None:
-        if rest.detach().abs().max() > _CLOSE * whole.detach().abs().max():
+    def _require(self, rest: Tensor, negligible: Tensor) -> None:
+        if rest.detach().abs().max() > negligible:
             wider = "'tensors' or 'nothing'" if self.independent == "weights" else "'nothing'"
             raise OptionError(
                 f"{self} is not a sum over independent {self.independent}: its second derivatives couple them. Write "

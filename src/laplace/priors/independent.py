@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from laplace.checks import positive, real
-from laplace.errors import OptionError
+from laplace.errors import InputError, OptionError
 from laplace.linalg.bessel import log_k1
 from laplace.linalg.symmetric import Clipped
-from laplace.priors.base import Prior, clipped_values, require_form, require_known, slope
+from laplace.priors.base import Prior, clipped_values, require_form, require_known, rounding, slope
 from laplace.priors.gaussian import own
 from laplace.weights.layout import Layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_CLOSE = 1e-6
 
 
 class Independent(Prior):
@@ -93,6 +91,11 @@ class Independent(Prior):
 
     def precision_at(self, theta: Tensor, layout: Layout) -> tuple[list[Tensor], Clipped]:
         pairs = [clipped_values(_bend_each(self, u, values)) for u, values in self._parts(theta, layout)]
+        if not all(d.detach().isfinite().all() for d, _ in pairs):
+            raise InputError(
+                f"the second derivative of {self} is NaN or infinite at these weights. Write log_each with functions "
+                "that are twice differentiable there, or bend_each."
+            )
         self.compared = True
         return [d.to(theta.dtype) for d, _ in pairs], sum((clipped for _, clipped in pairs), Clipped())
 
@@ -224,10 +227,10 @@ def _bend_each(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> T
     bends = _one_per_weight(prior, "bend_each", prior.bend_each(u, **values), u)
     if prior.compared or type(prior) in _OURS or not len(u):
         return bends
-    expected = _bends_of_own(prior, u.detach(), {name: value.detach() for name, value in values.items()})
+    expected, negligible = _bends_of_own(prior, u.detach(), {name: value.detach() for name, value in values.items()})
     apart = (bends.detach() - expected).abs().nan_to_num(0.0)
     worst = int(apart.argmax())
-    if apart[worst] > _CLOSE * expected.abs().nan_to_num(0.0).max():
+    if apart[worst] > negligible:
         raise OptionError(
             f"{type(prior).__name__}.bend_each is {float(bends.detach()[worst]):.6g} at u = {float(u[worst]):.6g}; "
             f"-d2 log_each / du2 is {float(expected[worst]):.6g} there. Leave out bend_each, or write "
@@ -236,8 +239,10 @@ def _bend_each(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> T
     return bends
 
 
-def _bends_of_own(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> Tensor:  # (p,)
-    """Return -d2 log p / du2 by autograd, and refuse a `log_each` in which a value depends on other weights.
+def _bends_of_own(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:  # (p,), ()
+    """Return -d2 log p / du2 by autograd, and which differences from it mean nothing.
+
+    Refuse a `log_each` in which a value depends on other weights.
 
     With D 1 = d, D v = d * v holds for a random v only if D is diagonal.
     """
@@ -249,12 +254,13 @@ def _bends_of_own(prior: Independent, u: Tensor, values: Mapping[str, Tensor]) -
         expected = -slope(slopes.sum(), at, keep=True).detach()
         mixed = -slope((slopes * v).sum(), at, keep=False)
     coupled = (mixed - expected * v).abs().nan_to_num(0.0).max()
-    if coupled > _CLOSE * expected.abs().nan_to_num(0.0).max():
+    negligible = rounding(expected, slopes)
+    if coupled > negligible:
         raise OptionError(
             f"{type(prior).__name__}.log_each couples weights: a value must depend on its own u alone. For weights "
             "that depend on each other write from_log_density(fn), where fn returns log p of all weights."
         )
-    return expected
+    return expected, negligible
 
 
 def _one_per_weight(prior: Independent, what: str, found: Any, u: Tensor) -> Tensor:
