@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace.errors import LaplaceWarning, UnsupportedError
+from laplace.errors import UnsupportedError, warn
 from laplace.network.pytree import map_tensors, tensors_in
 from laplace.serving.outputs import WRITTEN_OUT
 
@@ -56,11 +56,9 @@ def write_onnx(
 def _warn_of_double_erf(graph: Any, path: Any) -> None:
     """Warn of a file that is valid ONNX, and that ONNX Runtime does not load."""
     if any(node.op_type == "Erf" and getattr(node.inputs[0].dtype, "name", "") == "DOUBLE" for node in graph):
-        warnings.warn(
+        warn(
             f"{os.fspath(path)} needs an error function in float64, which ONNX Runtime does not have: it will not load "
-            "the file. Write module.float().to_onnx(path, x.float()), or take a link without one, such as 'probit'.",
-            LaplaceWarning,
-            stacklevel=4,
+            "the file. Write module.float().to_onnx(path, x.float()), or take a link without one, such as 'probit'."
         )
 
 
