@@ -4,7 +4,7 @@ A model of transformers takes the labels with its inputs and shifts them inside 
 So its loss says how the labels are meant: if a network returns a loss, the first batch is compared with it, and labels
 are shifted as the network does. Labels given apart from the inputs, in pairs `(inputs, labels)`, are never shifted, and
 neither are those of a network without a loss. Labels that are the tokens themselves are refused there, if the logits
-clearly explain the next tokens better.
+explain the next tokens clearly better, and better than a guess.
 """
 
 from __future__ import annotations
