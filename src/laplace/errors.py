@@ -167,9 +167,14 @@ def within(where: str, runs: bool = False) -> Iterator[None]:
 def warn(message: str, category: type[LaplaceWarning] = LaplaceWarning) -> None:
     """Warn, pointing at the line outside this package that led here."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "laplace":
+    while frame.f_back is not None and _is_between(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level + 1)
+
+
+def _is_between(module: str) -> bool:
+    """Return whether a module is part of this package, or torch's decorator around its functions."""
+    return module.partition(".")[0] == "laplace" or module == "torch.utils._contextlib"
 
 
 @contextmanager
