@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning, ModelError, OptionError
 from laplace.network.loaders import ArrayBatches
-from laplace.tuning.unsuitable import overlap
+from laplace.network.overlap import overlap
 
 N = 23  # of which no batch size below is a divisor
 

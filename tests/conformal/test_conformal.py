@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 
@@ -400,5 +401,23 @@ def test_calibrating_on_the_training_data_is_noticed():
     torch.manual_seed(0)
     x, y = torch.randn(40, 3), torch.arange(40) % 2
     la = Laplace(nn.Linear(3, 2), "classification").fit(x, y)
-    with pytest.warns(LaplaceWarning, match="cal_loader holds the tensors that la was fitted on.*guarantee"):
+    with pytest.warns(LaplaceWarning, match="cal_loader holds the tensors that la was fitted on.*guarantee") as said:
         la.conformal((x, y))
+    assert said[0].filename == __file__  # not a file of torch, whose decorator is around the call
+
+
+@pytest.mark.filterwarnings("ignore:.*validation examples are few:laplace.errors.LaplaceWarning")
+def test_calibrating_on_data_that_was_tuned_on_is_noticed():
+    torch.manual_seed(0)
+    x, y = torch.randn(100, 3), torch.arange(100) % 2
+    held_out, other = TensorDataset(x[40:80], y[40:80]), (x[80:], y[80:])
+    for how in ("calibrate", "validation"):
+        la = Laplace(nn.Linear(3, 2), "classification").fit(x[:40], y[:40])
+        loader = DataLoader(held_out, 20)
+        la.calibrate(loader) if how == "calibrate" else la.tune(method=how, val_loader=loader)
+        with pytest.warns(LaplaceWarning, match="cal_loader has the dataset that la was tuned on.*guarantee"):
+            la.conformal(DataLoader(held_out, 10))
+        assert copy.deepcopy(la).values.tuning_data is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            la.conformal(other)

@@ -14,9 +14,9 @@ from laplace import Laplace
 from laplace.errors import InputError, LaplaceWarning, NotFittedError, NumericalError, OptionError, UnsupportedError
 from laplace.likelihoods import Ordinal, from_log_prob
 from laplace.network.loaders import ArrayBatches
+from laplace.network.overlap import overlap
 from laplace.predictive.links import Link
 from laplace.priors import StudentT
-from laplace.tuning.unsuitable import overlap
 
 G = torch.Generator().manual_seed(0)
 X = torch.randn(160, 4, dtype=torch.float64, generator=G)

@@ -22,14 +22,15 @@ from laplace.errors import InputError, OptionError, UnsupportedError, warn
 from laplace.inference.settings import require_same_settings
 from laplace.inference.shared import divided
 from laplace.inference.source import Source
+from laplace.inference.values import tuning_data
 from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
 from laplace.linalg.sampling import Keyed, seed_from
-from laplace.network.loaders import ArrayBatches
+from laplace.network.loaders import ArrayBatches, held_out_batches
+from laplace.network.overlap import overlap
 from laplace.predictive.links import Link
 from laplace.predictive.prediction import Prediction
 from laplace.predictive.reshape import PredictionAtPositions
-from laplace.tuning.unsuitable import overlap
 
 
 @jointly("la.conformal")
@@ -108,6 +109,11 @@ def conformal(
         warn(
             f"cal_loader {shared}. The network was trained on these labels, so intervals and sets will be too small, "
             "and the guarantee does not hold. Give data that was used neither for training nor for tuning."
+        )
+    elif shared := overlap(tuning_data(source), held_out_batches(data), "that la was tuned on"):
+        warn(
+            f"cal_loader {shared}. Predictions were made to fit these labels, so intervals and sets are a little too "
+            "small, and the guarantee does not hold. Give data that was used neither for training nor for tuning."
         )
     given = {"randomized": randomized, "penalty": penalty, "k_reg": k_reg}
     progress_bar = flag_or_none(progress_bar, "progress_bar")

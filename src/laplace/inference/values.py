@@ -58,6 +58,7 @@ class Values:
         softmax_temperature: T of p(y given f / T).
         fit: the sums over the data; None before `fit`.
         training_data: what `fit` was given; None if it cannot be read again.
+        tuning_data: the labelled data by whose scores the values were last tuned or calibrated; None if there was none.
         cache: the last posterior of these values.
     """
 
@@ -67,6 +68,7 @@ class Values:
     softmax_temperature: float
     fit: Fit | None = None
     training_data: Iterable[Any] | None = None
+    tuning_data: Iterable[Any] | None = None
     cache: Cache = field(default_factory=Cache, repr=False, compare=False)
 
     @classmethod
@@ -90,8 +92,8 @@ class Values:
         return cls(prior, _level_of(runner, sigma_noise, fitted), temperature, softmax_temperature)
 
     def copied(self) -> Values:
-        """Return the same values for another object, with a cache of its own and without the training data."""
-        values = replace(self, training_data=None, cache=copy.copy(self.cache))
+        """Return the same values for another object, with a cache of its own and without references to data."""
+        values = replace(self, training_data=None, tuning_data=None, cache=copy.copy(self.cache))
         if self.fit is None or self.fit.training is None:
             return values
         return replace(values, fit=replace(self.fit, training=None), cache=Cache())  # the cache leads to the data
@@ -139,6 +141,11 @@ def training_data(la: Holder) -> Iterable[Any] | None:
     None if it was an iterator, or was added to earlier data.
     """
     return la.values.training_data
+
+
+def tuning_data(source: object) -> Iterable[Any] | None:
+    """Return a reference to the data that was last tuned or calibrated on; None for other sources than a posterior."""
+    return getattr(getattr(source, "values", None), "tuning_data", None)
 
 
 @refuse_unknown_keywords

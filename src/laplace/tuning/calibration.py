@@ -131,6 +131,7 @@ def calibrate(
     if held_out.scale == "softmax_temperature" and profile.lines[setting[0]].at_edge:
         notes.append(f"the softmax temperature {setting[1]:.3g} is at the edge of its search, 0.05 to 20.")
     _take(la, held_out, setting, max(profile.factors))
+    la.values = replace(la.values, tuning_data=val_loader)
     for note in notes:
         warn(note)
     return replace(result, notes=tuple(notes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,10 @@ from laplace.distributed.together import joined, jointly
 from laplace.errors import OptionError
 from laplace.inference.runner import Runner
 from laplace.inference.settings import require_same_results, require_same_settings
+from laplace.inference.values import Values
 from laplace.keywords import refuse_unknown_keywords
 from laplace.linalg.autocast import plainly
+from laplace.network.loaders import held_out_batches
 from laplace.posterior.posterior import Posterior
 from laplace.predictive.links import Link
 from laplace.tuning import methods, result
@@ -39,8 +42,10 @@ class Tunable(Protocol):
         sigma_noise: of the observations.
         temperature: of the likelihood.
         softmax_temperature: of predictions.
+        values: all of these.
     """
 
+    values: Values
     prior: Any
     prior_precision: Any
     sigma_noise: Any
@@ -155,7 +160,10 @@ def tune(
                 f"method {name!r} returned {shown(tuned)}; a laplace.tuning.Tuned is needed: problem.tuned({name!r})."
             )
         require_same_results(_found(kinds, tuned), "la.tune", reduce)
-    return _take(la, kinds, tuned)
+    _take(la, kinds, tuned)
+    if val_loader is not None:
+        la.values = replace(la.values, tuning_data=held_out_batches(val_loader))
+    return tuned
 
 
 @jointly("la.optimize_prior_precision")

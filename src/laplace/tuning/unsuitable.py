@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
 
+from laplace.checks import how_many
 from laplace.likelihoods.bernoulli import Multilabel
 from laplace.likelihoods.classes import OneOfSeveral
-from laplace.network.loaders import ArrayBatches
+from laplace.network.overlap import overlap
 from laplace.tuning.calibrated import Gain
 from laplace.tuning.held_out import HeldOut
 from laplace.tuning.profile import count
@@ -44,64 +43,14 @@ def _trained_on(training: Any, validation: Any) -> str:
     )
 
 
-def overlap(training: Any, validation: Any) -> str:
-    """Say what two loaders have in common, by identity: the loader, the dataset, its rows, or their tensors."""
-    if training is None:
-        return ""
-    if training is validation:
-        return "is the loader that la was fitted on"
-    (data, rows), (other, others) = (_rows_of(getattr(each, "dataset", each)) for each in (training, validation))
-    if data is other:
-        if rows is None or others is None:
-            return "has the dataset that la was fitted on"
-        common = len({*rows} & {*others})
-        return f"has {common:,} examples that la was fitted on" if common else ""
-    known = {*_places(data)}
-    if rows is None and others is None and any(place in known for place in _places(other)):
-        return "holds the tensors that la was fitted on"
-    return ""
-
-
-def _rows_of(dataset: Any) -> tuple[Any, list[int] | None]:
-    """Return the dataset below subsets, and which of its rows are taken. None means all."""
-    rows: list[int] | None = None
-    while isinstance(dataset, Subset):
-        taken = list(dataset.indices)
-        rows = taken if rows is None else [taken[row] for row in rows]
-        dataset = dataset.dataset
-    return dataset, rows
-
-
-Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # address, shape, steps in memory
-
-
-def _places(data: Any) -> Iterator[Place]:
-    """Yield where the tensors of a dataset, of whole arrays, or of a list of batches lie in memory.
-
-    Empty ones lie nowhere, and sparse ones in several places: these are left out.
-    """
-    if isinstance(data, TensorDataset):
-        yield from _places(data.tensors)
-    elif isinstance(data, ArrayBatches):
-        yield from _places([data.x, data.y])
-    elif isinstance(data, np.ndarray) and data.nbytes:
-        yield data.ctypes.data, data.shape, tuple(step // data.itemsize for step in data.strides)
-    elif isinstance(data, Tensor) and data.layout is torch.strided and data.numel():
-        yield data.data_ptr(), tuple(data.shape), data.stride()
-    elif isinstance(data, Mapping):
-        yield from (place for value in data.values() for place in _places(value))
-    elif isinstance(data, (list, tuple)):
-        yield from (place for value in data for place in _places(value))
-
-
 def _few(held_out: HeldOut, gain: Gain) -> str:
     n = count(held_out.weights, held_out.targets)
     if n >= _FEW:
         return ""
     low, high = gain.interval
     return (
-        f"{n:.0f} validation examples are few: the gain over the network is {gain.mean:.3f} nats per example with a 95 "
-        f"% interval from {low:.3f} to {high:.3f}. Give a few hundred."
+        f"{how_many(round(n), 'validation example')} {'is' if round(n) == 1 else 'are'} few: the gain over the network "
+        f"is {gain.mean:.3f} nats per example with a 95 % interval from {low:.3f} to {high:.3f}. Give a few hundred."
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import laplace
 from laplace import Laplace, Ordinal, from_log_prob
@@ -355,6 +356,28 @@ def test_test_examples_among_the_training_data_are_noticed():
     mixed = [(torch.cat([case.x, case.train[0][0][:7]]), torch.cat([case.y, case.train[0][1][:7]]))]
     assert "7 of the 207 test examples" in about(made(test=mixed, train_loader=case.train), "leak").text
     assert about(made(train_loader=case.train), "leak") is None
+
+
+def test_test_data_that_was_fitted_or_tuned_on_is_noticed():
+    la, test = classifier(3.0)
+    again = Laplace(la.model, "classification").fit(test)
+    found = laplace.report(again, test, out=None, n_bootstrap=20)
+    assert about(found, "leak").text == "The test data is the loader that la was fitted on."
+    x, y = test[0]
+    tests, held_out = [(x[:150], y[:150])], TensorDataset(x[150:], y[150:])
+    la.calibrate(DataLoader(held_out, 50))
+    found = laplace.report(la, DataLoader(held_out, 90), out=None, n_bootstrap=20)
+    assert about(found, "reuse").text == "The test data has the dataset that la was tuned on."
+    assert "can rely" not in str(found).splitlines()[0]
+    found = laplace.report(la, tests, val_loader=DataLoader(held_out, 50), out=None, n_bootstrap=20)
+    assert about(found, "reuse") is None
+
+
+def test_test_examples_among_the_validation_data_are_noticed():
+    la, test = classifier(3.0)
+    x, y = test[0]
+    found = laplace.report(la, test, val_loader=[(x[:1000].clone(), y[:1000])], out=None, n_bootstrap=20)
+    assert "1,000 of the 3,000 test examples are validation examples" in about(found, "reuse").text
 
 
 def test_an_evidence_with_its_optimum_at_the_edge_is_noticed():

@@ -27,6 +27,8 @@ class Case:
         validated: Whether there was validation data.
         changed: What has changed in the network since the fit, or None.
         in_common: How many test examples are among the training data; None if unknown.
+        reused: What the test data is that was used before, in words, or ''.
+        validating: How many test examples are among the validation data.
         curve: The evidence along the prior precision, or None.
         detected: How well inputs from outside are noticed.
     """
@@ -38,6 +40,8 @@ class Case:
     validated: bool
     changed: str | None
     in_common: int | None
+    reused: str
+    validating: int
     curve: dict[str, Any] | None
     detected: list[Detected]
 

@@ -60,6 +60,23 @@ def _in_common(case: Case) -> Iterator[Verdict]:
             "Scores on examples that the network was trained on are too good.",
             "Take them out of the test set.",
         )
+    elif case.reused:
+        fitted = "fitted" in case.reused
+        yield Verdict(
+            "bad" if fitted else "warn",
+            "leak" if fitted else "reuse",
+            f"The test data {case.reused}.",
+            "Scores on data that was used before are too good.",
+            "Take test data that was used neither to train nor to tune.",
+        )
+    elif case.validating / n > _MANY:
+        yield Verdict(
+            "warn",
+            "reuse",
+            f"{case.validating:,} of the {n:,} test examples are validation examples, too.",
+            "The network is rescaled on them, and perhaps the posterior was tuned on them, so scores are too good.",
+            "Split them: one part to calibrate, another to test.",
+        )
 
 
 def _degenerate(case: Case) -> Iterator[Verdict]:

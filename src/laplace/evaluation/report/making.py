@@ -33,7 +33,10 @@ from laplace.evaluation.report.shelves import OUTSIDE, SHELVES, Shelves, Show, f
 from laplace.evaluation.report.verdicts import Thresholds, headline, next_steps, ordered
 from laplace.inference.inspection import coverage
 from laplace.inference.source import Source
+from laplace.inference.values import tuning_data
 from laplace.likelihoods.custom import ByAutograd
+from laplace.network.loaders import held_out_batches
+from laplace.network.overlap import overlap
 
 _TRAINING: Final = 5000  # training examples that are scored, at most
 _ROWS: Final = 40  # tensors of la.coverage() that are listed, at most
@@ -61,6 +64,8 @@ class Maker:
         self.detected: list[outside.Detected] = []
         self.in_common: int | None = None
         self.validated = False
+        self.reused = ""
+        self.validating = 0
 
     def made(
         self,
@@ -78,6 +83,7 @@ class Maker:
         self.test = self._reader().read(test, "test", kinds)
         self._require_same_kind()
         self._require_a_name_each(names)
+        self._look_for_reuse(test)
         self.identities = {"test": self.test.identity} | self.identities
         self.watch.lap("test data")
         self.measured = measure(self.test, self.limits.level, self.n_bootstrap, self.seed)
@@ -116,6 +122,8 @@ class Maker:
             self.validated,
             changed,
             self.in_common,
+            self.reused,
+            self.validating,
             data["prior"],
             self.detected,
         )
@@ -153,6 +161,14 @@ class Maker:
             self.scale, self.validated = found, True
             self.identities["validation"] = found.identity
         self.watch.lap("validation data")
+
+    def _look_for_reuse(self, test: Any) -> None:
+        """Find out whether the test data is that of the fit or of the tuning, or among the validation data."""
+        test = held_out_batches(test)
+        trained, tuned = getattr(self.la, "training_data", None), tuning_data(self.la)
+        self.reused = overlap(trained, test) or overlap(tuned, test, "that la was tuned on")
+        if self.scale is not None:
+            self.validating = self.test.identity.in_common(self.scale.identity)
 
     def _require_same_kind(self) -> None:
         for name, answers in self.test.answers.items():
