@@ -270,6 +270,18 @@ def test_labels_to_leave_out_are_named_by_ignore_index():
         Laplace(network(), "classification").fit([(X, y)])
     with pytest.raises(InputError, match=r"2 outputs need labels in \[0, 1\]\.$"):
         Laplace(network(), "classification").fit([(X, Y + 5)])
+    with pytest.raises(
+        InputError, match=r"To leave out the examples of label -1, write Categorical\(ignore_index=-1\)"
+    ):
+        Laplace(network(), "classification").fit([(X, Y - 1)])
+    with pytest.raises(InputError, match=r"in \[0, 1\]\. If they count from 1, write y - 1\.$"):
+        Laplace(network(), "classification").fit([(X, Y + 1)])
+
+
+@pytest.mark.parametrize("label", [Y[0], 1], ids=["a tensor", "a number"])
+def test_a_pair_of_one_example_is_said_to_be_one(label):
+    with pytest.raises(InputError, match=r"the one label .*: a single example\. Write \(x\[0:1\], y\[0:1\]\)"):
+        Laplace(network(), "classification").fit([(X[0], label)])
 
 
 @pytest.mark.parametrize("label", [1, torch.tensor(1)], ids=["a number", "a tensor"])

@@ -274,10 +274,11 @@ def class_indices(n: int, y: Tensor) -> Tensor:
 
 
 def check_range(y: Tensor, classes: int, what: str, hint: str = "") -> None:
-    """Refuse labels outside 0 to classes - 1. A hint says what to write for negative ones."""
+    """Refuse labels outside 0 to classes - 1. A hint says what to write for negative ones; {low} is the lowest."""
     low, high = (int(y.min()), int(y.max())) if len(y) else (0, 0)
     if low < 0 or high >= classes:
-        hint = hint if low < 0 else ""
+        from_one = " If they count from 1, write y - 1." if low == 1 and high == classes else ""
+        hint = hint.format(low=low) if low < 0 else from_one
         raise InputError(f"class labels lie in [{low}, {high}]; {what} need labels in [0, {classes - 1}].{hint}")
 
 

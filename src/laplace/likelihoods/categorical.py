@@ -99,7 +99,7 @@ class Categorical(OneOfSeveral):
             )
         y = class_indices(len(f), y)
         counting = y if self.ignore_index is None else y[y != self.ignore_index]
-        hint = f" To leave examples out, give them one label: write Categorical(ignore_index={IGNORED})."
+        hint = " To leave out the examples of label {low}, write Categorical(ignore_index={low})."
         check_range(counting, f.shape[1], f"{f.shape[1]} outputs", hint)
         return y
 

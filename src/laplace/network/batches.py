@@ -72,7 +72,12 @@ def split(batch: Any, keys: Keys, index: int, model: nn.Module) -> Batch:
         )
     x = x if isinstance(x, Tensor) else as_tensors(x, dtype_of(model))
     y, given = as_tensors(y), as_tensors(given) if given else given
-    if isinstance(batch, Mapping) and (isinstance(y, numbers.Number) or (isinstance(y, Tensor) and not y.dim())):
+    if isinstance(y, numbers.Number) or (isinstance(y, Tensor) and not y.dim()):
+        if not isinstance(batch, Mapping):
+            raise InputError(
+                f"batch {index} is a pair with the one label {shown(y)}: a single example. Write (x[0:1], y[0:1]); a "
+                "DataLoader(dataset, batch_size=128) joins examples to batches."
+            )
         raise InputError(
             f"batch {index} is a mapping with the one label {shown(y)}: a single example. Examples are joined to "
             "batches by a collator, such as a data collator of transformers: write la.fit(examples, collate_fn=...), "
