@@ -218,6 +218,8 @@ def test_images_keep_their_dimensions():
         ({"batch_size": 0}, "batch_size=0 must be a whole number"),
         ({"learning_rate": -1.0}, "learning_rate must be positive"),
         ({"validation_fraction": 1.0}, "validation_fraction=1.0 must be"),
+        ({"validation_fraction": None}, "validation_fraction=None must be a number .*; 0 holds nothing out"),
+        ({"validation_fraction": "a fifth"}, "validation_fraction='a fifth' must be a number"),
         ({"hessian_structure": "krom"}, "'krom' is not an option"),
         ({"tune": "magic"}, "'magic' is not an option"),
         ({"laplace_options": {"sigmanoise": 1}}, "sigma_noise"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,8 +91,10 @@ class _LaplaceEstimator(BaseEstimator):
         """Train the network on arrays and fit its posterior. `y` is what the network's outputs are compared with."""
         rng: Any = check_random_state(self.random_state)
         share = self.validation_fraction
-        if isinstance(share, bool) or not 0 <= float(share) < 1:
-            raise OptionError(f"validation_fraction={shown(share)} must be a number from 0 to below 1.")
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share < 1:
+            raise OptionError(
+                f"validation_fraction={shown(share)} must be a number from 0 to below 1; 0 holds nothing out."
+            )
         held_out = None
         if share:
             counts = np.unique(y, return_counts=True)[1] if classes else np.array([2])
