@@ -44,6 +44,7 @@ def test_the_temperature_minimises_the_held_out_loss():
     assert found.nll == pytest.approx(float(loss))
     assert found.nll_before == pytest.approx(float(nn.functional.cross_entropy(f, y)))
     assert ensemble.calibrate((X, y)).nll_before == pytest.approx(found.nll)
+    assert str(found).startswith(f"Rescaled: softmax temperature {found.softmax_temperature:.3g}; the negative")
 
 
 def test_the_temperature_of_an_ensemble_is_applied_before_the_mean():

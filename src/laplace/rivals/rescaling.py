@@ -54,6 +54,13 @@ class Rescaled:
     softmax_temperature: float
     sigma_noise: Tensor | None
 
+    def __str__(self) -> str:
+        what = f"softmax temperature {self.softmax_temperature:.3g}"
+        if self.sigma_noise is not None:
+            levels = self.sigma_noise.reshape(-1).tolist()
+            what = "noise " + (f"{levels[0]:.3g}" if len(levels) == 1 else f"[{', '.join(f'{s:.3g}' for s in levels)}]")
+        return f"Rescaled: {what}; the negative log-likelihood went from {self.nll_before:.4f} to {self.nll:.4f}"
+
 
 @plainly
 @torch.no_grad()
