@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 
 import pytest
@@ -220,6 +221,16 @@ def test_noise_and_variance_of_all_weights_are_those_of_the_dense_linear_model(s
     noise, variance = shares(model, training)
     assert float(la.sigma_noise) == pytest.approx(noise, rel=1e-3)
     assert mean_variance(la, training[0]) == pytest.approx(variance, rel=0.02)
+
+
+def test_the_notes_of_a_regression_say_where_intervals_are_so_wide_and_what_was_checked():
+    model, training, _ = regression(n=100)
+    la = Laplace(model, "regression", "all", "kron").fit([training])
+    (where, checked) = la.tune().notes
+    assert re.search(
+        r"with [\d.e+]+ times the prior precision of the evidence, .* wide at the training inputs\.$", where
+    )
+    assert re.search(r"^checked: standardised residuals .*\(more than 1\.5 would mean overconfident\)\.$", checked)
 
 
 def test_a_dense_posterior_of_all_weights_keeps_the_prior_of_the_evidence():

@@ -16,7 +16,7 @@ from typing import Final
 from laplace.errors import warn
 from laplace.posterior.posterior import Posterior
 from laplace.priors.gaussian import GaussianPrior
-from laplace.tuning.guard import Finding, findings, mean_variances, size
+from laplace.tuning.guard import LARGEST_RATIO, Finding, findings, mean_variances, size
 from laplace.tuning.noise import by_residuals
 from laplace.tuning.problem import Problem
 from laplace.tuning.result import Point, Tuned
@@ -114,7 +114,9 @@ def auto(problem: Problem, by_evidence: Callable[[Problem], Tuned]) -> Tuned:
     if noisy:
         found = replace(found, ratio=None)  # what other weights do not know may be more than the residuals
     if found.allowed:
-        return _learnt_by_heart(_noting(tuned, f"taken as it is: {found}."), found)
+        limit = f" (more than {LARGEST_RATIO:g} would mean overconfident)" if noisy else ""
+        said = f"{'checked' if noisy else 'taken as it is'}: {found}{limit}."
+        return _learnt_by_heart(_noting(tuned, said), found)
     if found.rms is None and "prior_precision" in problem.kinds and (raised := guard.raised(posterior)) is not None:
         factor, narrower, after = raised
         best = Point.of(narrower, float(narrower.log_evidence))

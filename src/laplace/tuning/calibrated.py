@@ -7,6 +7,8 @@ from textwrap import wrap
 
 from torch import Tensor
 
+from laplace.checks import how_many
+
 _WIDTH = 80
 
 
@@ -132,7 +134,7 @@ class Calibrated:
         rule = "-" * max(map(len, lines))
         said = [f"note: {note}" for note in self.notes]
         text = [line for each in [self._legend, *said] for line in wrap(each, _WIDTH)]
-        title = f"Calibrated on {self.n_data:,} validation examples, rule={self.rule!r}"
+        title = f"Calibrated on {how_many(self.n_data, 'validation example')}, rule={self.rule!r}"
         return "\n".join([title, "", lines[0], rule, *lines[1:], "", *text])
 
     @property

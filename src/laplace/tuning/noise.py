@@ -126,12 +126,13 @@ def _shared(
         factor = _factor(posterior, total - level, mean_variances)
         precision = factor * posterior.prior.precision
         raised = replace(posterior, prior=posterior.prior.with_precision(precision))
-        best, how = Point.of(raised, float(raised.log_evidence)), f"taken, with {factor:.3g} times the evidence's prior"
+        best = Point.of(raised, float(raised.log_evidence))
+        how = f"taken, with {factor:.3g} times the prior precision of the evidence"
     else:
         share = max(total / (1 + spread / level), float(residual) ** 2)  # S is in proportion to the noise
         moved = replace(posterior, sigma=posterior.sigma * math.sqrt(share / level))
         best, how = Point.of(moved, float(moved.log_evidence)), f"the noise is {math.sqrt(share):.4g}"
-    how += f", so that 90 % intervals are about {3.29 * math.sqrt(total):.4g} wide."
+    how += f", so that 90 % intervals are about {3.29 * math.sqrt(total):.4g} wide at the training inputs."
     return replace(tuned, best=best, points=(*tuned.points, best)), how
 
 
