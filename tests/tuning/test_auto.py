@@ -223,6 +223,18 @@ def test_noise_and_variance_of_all_weights_are_those_of_the_dense_linear_model(s
     assert mean_variance(la, training[0]) == pytest.approx(variance, rel=0.02)
 
 
+def test_a_network_that_interpolates_its_data_is_warned_of():
+    model, training, _ = regression(n=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Laplace(model, "regression").fit([training]).tune()
+    model, training, _ = regression(n=10)
+    la = Laplace(model, "regression").fit([training])
+    with pytest.warns(LaplaceWarning, match=r"^The network has used \d+ % of the training data .*la\.calibrate"):
+        tuned = la.tune()
+    assert "may be far too narrow" in tuned.notes[-2]
+
+
 def test_the_notes_of_a_regression_say_where_intervals_are_so_wide_and_what_was_checked():
     model, training, _ = regression(n=100)
     la = Laplace(model, "regression", "all", "kron").fit([training])

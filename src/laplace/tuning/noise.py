@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from laplace.distributed import Reduce, alone
-from laplace.errors import LaplaceError, LaplaceWarning
+from laplace.errors import LaplaceError, LaplaceWarning, warn
 from laplace.inference.fit import fit
 from laplace.inference.runner import Runner
 from laplace.posterior.posterior import Fit, Posterior
@@ -48,6 +48,7 @@ from laplace.weights.selection import trainable_of
 MOST_POINTS: Final = 1_000  # examples times outputs of the Gaussian process
 FEWEST_POINTS: Final = 100
 MOST_WORK: Final = 1e11  # points^2 x weights: inner products of gradients, where they are not made from factors
+MOST_USED: Final = 0.96  # of gamma / N: above, the noise was up to four times too small (experiments/dense_or_kron.py)
 _STEPS: Final = 100  # of Newton's method, at most
 _POWERS: Final = tuple(k / 4 for k in range(25))  # of ten, by which the prior precision may be raised
 
@@ -88,7 +89,21 @@ def by_residuals(problem: Problem, by_evidence: Callable[[Problem], Tuned], mean
     except Exception as error:  # a network without a kernel of the kind, a loader that fails, memory
         return _without(problem, by_evidence, residual, said, str(error))
     why = f"{said}, and the noise by the evidence of all weights is {float(noise):.4g}: {how}"
-    return _noting(tuned, why)
+    return _noting(tuned, why + _interpolated(float(residual), float(noise)))
+
+
+def _interpolated(residual: float, noise: float) -> str:
+    """Warn if the network nearly interpolates its training data. Return the warning, for the notes."""
+    used = 1 - (residual / noise) ** 2  # gamma / N of the linear model
+    if used <= MOST_USED:
+        return ""
+    text = (
+        f" The network has used {100 * used:.0f} % of the training data to fit itself, so what is left says little "
+        "about the noise, and intervals may be far too narrow. Hold data out, and write la.calibrate(val_loader) or "
+        "la.conformal(cal_loader)."
+    )
+    warn(text.strip())
+    return text
 
 
 def of_all_weights(
